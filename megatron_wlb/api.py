@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +23,8 @@ from megatron_wlb.cost import (
     Parallelism,
     load_hardware,
 )
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.hardware import hardware_names
+from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
@@ -38,7 +40,7 @@ from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.run import Run, Workload, read_cost
 from megatron_wlb.planning.samples import plan_step
-from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, shown, whole_number
+from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, named_file, shown, whole_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.evaluate import evaluate
@@ -51,6 +53,9 @@ __all__ = [
 
 Documents: TypeAlias = str | Path | Sequence[int] | npt.NDArray[np.integer[Any]]
 """The prefix of a ``.bin/.idx`` corpus, or the documents' lengths in tokens."""
+
+Stamp: TypeAlias = tuple[str, int, int]
+"""A file's path, when it was changed (ns), and its size in bytes."""
 
 ONE_DEVICE = Parallelism()
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -231,10 +236,31 @@ def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = 
     return AnalyticModel(sizes, Execution(layout), load_hardware(hardware)).cost()
 
 
-def _run(model: str, layout: Parallelism, hardware: str, window: int) -> Run:
-    shape = padded_vocabulary(load_model(model), layout.tp_size)
+def _run(model: str | Path, layout: Parallelism, hardware: str | Path, window: int) -> Run:
+    files = (
+        (named_file("model", str(model), model_names), model),
+        (named_file("hardware", str(hardware), hardware_names), hardware),
+    )
+    return _run_of(*((str(name), _stamp(path)) for path, name in files), layout, window)
+
+
+@lru_cache(maxsize=16)
+def _run_of(
+    model: tuple[str, Stamp], hardware: tuple[str, Stamp], layout: Parallelism, window: int
+) -> Run:
+    """A run of files that have not changed: reading them takes longer than most plans."""
+    shape = padded_vocabulary(load_model(model[0]), layout.tp_size)
     number = layout.dp_size * layout.pp_size
-    return Run(shape, Execution(layout), load_hardware(hardware), window, number)
+    return Run(shape, Execution(layout), load_hardware(hardware[0]), window, number)
+
+
+def _stamp(path: Path) -> Stamp:
+    """Which file it is, and which state of it; none of what cannot be read, which says so later."""
+    try:
+        found = path.resolve().stat()
+    except OSError:
+        return str(path), 0, 0
+    return str(path.resolve()), found.st_mtime_ns, found.st_size
 
 
 def _check(**given: object) -> None:

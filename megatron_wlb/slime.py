@@ -16,15 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_wlb.api import plan_batch
 from megatron_wlb.cost import DocumentCost, Parallelism
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.sharding import length_multiple
-
-FLOPS_A_US = 4e8
-"""What a device does in a µs; only ratios of times matter."""
-TOKENS = 1024
+from megatron_wlb.trainers import TOKENS, cost_of_flops, filled_plan
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
@@ -80,21 +75,7 @@ def _plan(lengths: list[int], layout: Parallelism, cost: DocumentCost, args: Any
     """A plan in which each micro-batch has a sample."""
     cap = args.max_tokens_per_gpu * layout.cp_size
     cap -= cap % length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
-    # A sample above the cap fills a micro-batch, so that it is alone there.
-    settings = {"max_tokens": cap, "layout": layout, "cost": cost}
-    clipped = [min(length, cap) for length in lengths]
-    plan = plan_batch(clipped, **settings)
-    group = layout.group_size or 1
-    for number in range(len(plan.micro_batches[0]) - group, 0, -group):
-        if all(micro_batch.samples for micro_batch in plan):
-            break
-        plan = plan_batch(clipped, num_micro_batches=number, **settings)
-    if not all(micro_batch.samples for micro_batch in plan):
-        raise ConfigError(
-            f"{len(lengths)} samples are too few for micro-batches of at most {cap} tokens on each "
-            f"of {layout.dp_size} data-parallel ranks; give a step more of them"
-        )
-    return plan
+    return filled_plan(lengths, cap, layout, cost)
 
 
 def _layout(args: Any, config: Mapping[str, int]) -> Parallelism:
@@ -115,7 +96,4 @@ def _cost(args: Any) -> DocumentCost:
     """By slime's FLOPs of a short and a long sample: ``linear · n + quadratic · n²``."""
     from slime.utils.flops_utils import calculate_fwd_flops
 
-    short, long = (calculate_fwd_flops([n], args) / FLOPS_A_US for n in (TOKENS, 2 * TOKENS))
-    quadratic = max(0.0, long - 2 * short) / (2 * TOKENS**2)
-    linear = short / TOKENS - quadratic * TOKENS
-    return DocumentCost(linear, quadratic, 2 * linear, 2 * quadratic)
+    return cost_of_flops(*(calculate_fwd_flops([n], args) for n in (TOKENS, 2 * TOKENS)))

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapreplace
 from itertools import islice
+from operator import itemgetter
+from typing import TypeAlias
 
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
@@ -95,24 +97,24 @@ def plan_samples(
     """
     replica, step = replica_of(costs, layout, max_tokens), StepDocuments(lengths)
     spread = _together(step, replica, groups or range(len(lengths)), layout.dp_size)
-    dealt = [_packed(step, replica, spread, number, equal)]
+    ways = [_packed(step, replica, spread, number, equal)]
     if groups is None:
-        dealt.append(
-            _packed(step, replica, _dispatched(step, replica, layout.dp_size), number, equal)
-        )
+        dispatched = _dispatched(step, replica, layout.dp_size)
+        if dispatched != spread:
+            ways.append(_packed(step, replica, dispatched, number, equal))
         if number is not None:  # Across ranks there may be room where on one of them there is none.
             chooser = NumberChooser(
                 replica, layout.dp_size, max_tokens=lambda _: replica.max_tokens
             )
-            dealt.append(chooser.deal(step, number))
-    fitting = [bins for bins in dealt if bins is not None]
+            ways.append(_timed(step, replica, chooser.deal(step, number)))
+    fitting = [way for way in ways if way is not None]
     if not fitting:
         raise PackingError(
             f"{len(lengths)} samples of {sum(lengths)} tokens do not fit {number} micro-batches of "
             f"{replica.max_tokens} tokens on each of {layout.dp_size} data-parallel ranks; raise "
             "num_micro_batches or max_tokens"
         )
-    best = min(fitting, key=lambda bins: _step_us(step, replica, bins))
+    _, best = min(fitting, key=itemgetter(0))
     samples = [whole(sample(*one)) for one in enumerate(lengths)]
     order = step.order.tolist()
     ranks = [[[samples[order[n]] for n in own] for own in rank] for rank in best]
@@ -188,29 +190,53 @@ def _dispatched(step: StepDocuments, costs: ReplicaCosts, dp_size: int) -> Numbe
     return ranks
 
 
+Timed: TypeAlias = tuple[float, list[Numbers]]
+"""The simulated time of a step and ``[dp_size][micro-batches]`` of samples."""
+
+
 def _packed(
     step: StepDocuments, costs: ReplicaCosts, ranks: Numbers, number: int | None, equal: bool
-) -> list[Numbers] | None:
+) -> Timed | None:
     """Each rank's samples in micro-batches; None where a given ``number`` has no room for them."""
     if number is not None:
         bins = [bins_of(step, costs, own, number) for own in ranks]
-        return bins if max(map(len, bins)) == number else None
+        return _timed(step, costs, bins if max(map(len, bins)) == number else None)
     packed = iter(pack(step, costs, [own for own in ranks if own], 0.0))
     bins = [next(packed).bins if own else [] for own in ranks]
     if not equal:
-        return bins
-    alike = [_alike(step, costs, ranks, least) for least in sorted(set(map(len, bins)) - {0})]
-    return min(alike, key=lambda bins: _step_us(step, costs, bins))
+        return _timed(step, costs, bins)
+    # What is packed is as if so many had been asked for.
+    known = {(at, len(own)): own for at, own in enumerate(bins) if own}
+    numbers = {_alike(step, costs, ranks, len(own), known) for own in bins if own}
+    alike = [
+        _timed(step, costs, [known[at, number] for at in range(len(ranks))])
+        for number in sorted(numbers)
+    ]
+    return min((one for one in alike if one is not None), key=itemgetter(0))
 
 
-def _alike(step: StepDocuments, costs: ReplicaCosts, ranks: Numbers, least: int) -> list[Numbers]:
-    """As many micro-batches on each rank, ``least`` or more."""
+def _alike(
+    step: StepDocuments,
+    costs: ReplicaCosts,
+    ranks: Numbers,
+    least: int,
+    known: dict[tuple[int, int], Numbers],
+) -> int:
+    """As many micro-batches on each rank, ``least`` or more; ``known`` then has each rank's."""
     while True:
-        bins = [bins_of(step, costs, own, least) for own in ranks]
-        most = max(map(len, bins))
+        for at, own in enumerate(ranks):
+            if (at, least) not in known:
+                found = bins_of(step, costs, own, least)
+                for number in range(least, len(found) + 1, costs.number_multiple):
+                    known[at, number] = found  # Numbers between have no room for all.
+        most = max(len(known[at, least]) for at in range(len(ranks)))
         if most == least:
-            return bins
+            return most
         least = most
+
+
+def _timed(step: StepDocuments, costs: ReplicaCosts, bins: list[Numbers] | None) -> Timed | None:
+    return None if bins is None else (_step_us(step, costs, bins), bins)
 
 
 def _step_us(step: StepDocuments, costs: ReplicaCosts, ranks: Sequence[Numbers]) -> float:
@@ -230,7 +256,11 @@ def _together(
     for number, at in enumerate(step.order.tolist()):
         members.setdefault(groups[at], []).append(number)
     times_us = step.us(costs)
-    sums_us = {group: float(times_us[own].sum()) for group, own in members.items()}
+    each_us = times_us.tolist()
+    sums_us = {
+        group: float(times_us[own].sum()) if len(own) > 1 else each_us[own[0]]
+        for group, own in members.items()
+    }
     loads = [(0.0, rank) for rank in range(dp_size)]
     ranks: Numbers = [[] for _ in loads]
     for group in sorted(members, key=lambda group: (-sums_us[group], group)):

@@ -28,7 +28,7 @@ FLOORS = (
     ("plan", "data"),
     ("planning", "simulator"),
     ("study", "api", "runtime"),
-    ("cli", "slime"),
+    ("cli", "trainers", "slime", "verl", "packing_scheduler"),
 )
 """From the ground up. Each imports from those before it alone, on its own floor too. Programs stand
 beside ``cli``, and the scripts above."""

@@ -34,8 +34,8 @@ Megatron's 1F1B waits: a send is over when the neighbour has received it. Its in
 (with ``overlap_p2p_comm``) sends while it computes.
 """
 
-SHORT_LEVEL = 12
-"""Nodes a level below which one alternative is replayed faster without arrays."""
+SHORT_LEVEL = 20
+"""Nodes a level, of all alternatives, below which replaying them is faster without arrays."""
 
 
 class Node(NamedTuple):
@@ -206,16 +206,12 @@ class Graph:
             stages: ``[S]``: in which virtual stages that is so.
         """
         durations, gaps = self._durations(times_us, p2p_us)
-        if durations.ndim == 1 and len(durations) < SHORT_LEVEL * len(self._levels):
-            starts, stops = [0.0], [0.0]
-            timed = zip(self._steps, gaps[1:].tolist(), durations[1:].tolist(), strict=True)
-            for (one, other), gap, duration in timed:
-                start_us, ready_us = stops[one], stops[other] + gap
-                if ready_us > start_us:
-                    start_us = ready_us
-                starts.append(start_us)
-                stops.append(start_us + duration)
-            return Replay(np.array(starts), np.array(stops))
+        alone = durations.ndim == 1 or together == 1
+        if alone and 0 < durations.size < SHORT_LEVEL * len(self._levels):
+            if durations.ndim == 1:
+                return Replay(*self._replayed(durations, gaps))
+            each = [self._replayed(*one) for one in zip(durations.T, gaps.T, strict=True)]
+            return Replay(*np.moveaxis(np.array(each), 0, 2))
         start, stop = np.zeros_like(durations), np.zeros_like(durations)
         first, second = self._first, self._second
         meets = self._actions_of(stages) if together > 1 else None
@@ -230,6 +226,18 @@ class Graph:
                 start[a:b][meets[a:b]] = last
             np.add(start[a:b], durations[a:b], out=stop[a:b])
         return Replay(start, stop)
+
+    def _replayed(self, durations: Floats, gaps: Floats) -> tuple[Floats, Floats]:
+        """Starts and stops of one alternative."""
+        starts, stops = [0.0], [0.0]
+        timed = zip(self._steps, gaps[1:].tolist(), durations[1:].tolist(), strict=True)
+        for (one, other), gap, duration in timed:
+            start_us, ready_us = stops[one], stops[other] + gap
+            if ready_us > start_us:
+                start_us = ready_us
+            starts.append(start_us)
+            stops.append(start_us + duration)
+        return np.array(starts), np.array(stops)
 
     def _actions_of(self, stages: Sequence[bool]) -> Bools:
         """Which nodes are actions of these virtual stages."""
