@@ -126,4 +126,4 @@ def cost_of_config(config: Any) -> DocumentCost:
 DEFAULT_COST = cost_of_flops(
     *(32 * (2 * 202375168 * n + 8192 * n * n) for n in (TOKENS, 2 * TOKENS))
 )
-"""Of a 7B model: 32 layers of 202 million weights, 32 heads of 128."""
+"""A 7B model: 32 layers of 202 million weights, 32 heads of 128."""

@@ -30,7 +30,7 @@ Parts = list[list[int]]
 Numbers = npt.NDArray[np.int64]
 
 MOST_SWAPS = 64
-"""Of each part, at most, in the mean."""
+"""The most swaps of a part, in the mean."""
 FLOPS_OF_WORK = 1e5
 """What a unit of verl's workload is in FLOPs, about; only ratios matter."""
 

@@ -84,7 +84,7 @@ class Team:
     """
 
     number = 0
-    """Of this process. The first one decides and joins; those from ``size`` on only wait."""
+    """This process's own. The first one decides and joins; those from ``size`` on only wait."""
     size = 1
 
     def told(self, draft: str) -> str:

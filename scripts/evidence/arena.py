@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Puts a step's samples through the planners of RL trainers and through ours.
+r"""Puts a step's samples through the planners of other trainers and through ours.
 
-    scripts/evidence/arena.py --slime ~/slime --verl ~/verl --nemo-rl ~/RL
+    scripts/evidence/arena.py --slime ~/slime --verl ~/verl --nemo-rl ~/RL \
+        --megatron ~/Megatron-LM --prime-rl ~/prime-rl --torchtitan ~/torchtitan --distca ~/DistCA
 
 The planners of the checkouts run as they are, with this step's lengths and one cap of tokens:
 
@@ -9,38 +10,52 @@ The planners of the checkouts run as they are, with this step's lengths and one 
 * verl: samples to ranks and then to micro-batches by `get_seqlen_balanced_partitions`, as its
   trainer and `rearrange_micro_batches` do. Its file runs alone, without ray and tensordict;
 * NeMo-RL: `modified_first_fit_decreasing`, its bins to ranks in turns;
+* Megatron-LM's branch dev: `DpBalancedScheduler`;
+* prime-rl: `packed_samples_into_micro_bs`, its bins to ranks by FLOPs;
+* torchtitan: the RL trainer's `Batcher`, next fit, its rows to ranks in turns;
+* DistCA: `balance_data_for_wlbllm`, which it compares itself with, in as few micro-batches as fit;
 * ours: `plan_batch` with whole samples and with slices.
 
-*Simulated*: the time of a step of a 7B model on H100s, with our model of costs, whose launches take
-`--kernel-us`. *Counted*: micro-batches above the cap. *Measured*: CPU time of planning. ``--json``
-prints the figures to stdout.
+*Simulated*: the time of a step of a 7B model on H100s, with our model of costs, once for each time
+of a launch in `--kernel-us`, and the peak of memory. *Counted*: micro-batches above the cap, and
+steps whose peak is above a device's memory. *Measured*: CPU time of planning. ``--json`` prints the
+figures to stdout.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, TypeAlias
 
 import numpy as np
 from _common import add_seeds, parser_of, verdict
+from _rivals import (
+    Planner,
+    Schedule,
+    distca,
+    megatron,
+    nemo_rl,
+    prime_rl,
+    slime,
+    torchtitan,
+    verl,
+)
 from rich.table import Table
 
 from megatron_wlb.cli import output
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import Execution, Parallelism, load_hardware
+from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
-from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
-from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan import Span, StepPlan
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.samples import (
     plan_of,
@@ -52,20 +67,20 @@ from megatron_wlb.planning.samples import (
 )
 from megatron_wlb.simulator.step import Simulator
 
-Schedule: TypeAlias = list[list[list[int]]]
-"""``[dp_size][micro-batches][numbers of samples]``."""
-Planner: TypeAlias = Callable[[list[int]], "Schedule | StepPlan"]
-
 LAYOUTS = {
     "PP 1, DP 8": Parallelism(tp_size=8, dp_size=8, sequence_parallel=True),
     "PP 4, DP 4": Parallelism(tp_size=4, pp_size=4, dp_size=4, sequence_parallel=True),
     "PP 4, DP 2, CP 2": Parallelism(4, 2, 4, dp_size=2, sequence_parallel=True),
 }
-LENGTHS = ("reference", "slimpack", "stdlib")
+LENGTHS = ("reference", "slimpack", "stdlib", "magi", "conversations", "rollouts")
+"""Four of pretraining, one of fine-tuning, one of reinforcement learning."""
 WINDOW = 65536
 """The longest sample; longer ones are left out."""
 MOST = 64
 """A plan is simulated though a micro-batch is above the cap, up to so many times."""
+RIVALS = (
+    "--slime", "--verl", "--nemo-rl", "--megatron", "--prime-rl", "--torchtitan", "--distca",
+)  # fmt: skip
 
 
 @dataclass
@@ -74,6 +89,7 @@ class Row:
 
     layout: str
     planner: str
+    kernel_us: float
     ratio: float
     """Simulated time of a step over that of ours with whole samples, geometric mean."""
     lowest: float
@@ -81,8 +97,54 @@ class Row:
     over_cap: int
     """Micro-batches above the cap."""
     most_of_cap: float
+    over_memory: int
+    """Steps whose peak is above a device's memory."""
     plan_ms: float
     """Median."""
+
+
+@dataclass
+class Against:
+    """Ours against the fastest rival of each step."""
+
+    layout: str
+    planner: str
+    kernel_us: float
+    ratio: float
+    """Simulated time over the fastest rival's, geometric mean over all steps."""
+    within_cap: float
+    """The same over the fastest rival that keeps the cap."""
+    by_lengths: dict[str, float]
+
+
+@dataclass
+class Step:
+    """A planner's step of one distribution and seed."""
+
+    lengths: str
+    step_us: float
+    over_cap: int
+    most_of_cap: float
+    over_memory: bool
+    seconds: float
+
+
+def draw(name: str, seed: int) -> list[int]:
+    """Lengths up to ``WINDOW``, in an order of their own.
+
+    Conversations are lognormal with median 600 and σ 1.1. Rollouts are a prompt of 256 and an
+    answer, lognormal with median 5000 and σ 1, that ends at 32768. Both are assumed.
+    """
+    random = np.random.default_rng(seed)
+    if name == "conversations":
+        drawn = np.maximum(8, random.lognormal(np.log(600), 1.1, 4096).astype(int)).tolist()
+    elif name == "rollouts":
+        answers = np.minimum(32768, random.lognormal(np.log(5000), 1.0, 4096).astype(int))
+        drawn = (256 + answers).tolist()
+    else:
+        assert name in DISTRIBUTIONS
+        drawn = sample_lengths(name, 400, seed=seed, window=WINDOW).tolist()
+    return [n for n in drawn if n <= WINDOW]
 
 
 def ours(run: Run, cap: int) -> dict[str, Planner]:
@@ -95,193 +157,200 @@ def ours(run: Run, cap: int) -> dict[str, Planner]:
     return {"ours, whole": of_whole, "ours, slices": with_slices}
 
 
-def slime(folder: Path, layout: Parallelism, cap: int, shape: Any, **settings: bool) -> Planner:
-    module = _of(folder, "slime.utils.dp_schedule")
-    parallel = {
-        "dp_size": layout.dp_size, "cp_size": layout.cp_size, "vpp_size": 1,
-        "microbatch_group_size_per_vp_stage": 1,
-    }  # fmt: skip
-    options = SimpleNamespace(
-        use_dynamic_batch_size=True, max_tokens_per_gpu=cap // layout.cp_size, balance_data=True,
-        hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups, vocab_size=shape.vocab_size,
-        ffn_hidden_size=shape.ffn_hidden_size, num_experts=None, num_layers=shape.num_layers,
-        kv_channels=shape.kv_channels, **settings,
-    )  # fmt: skip
-
-    def plan(lengths: list[int]) -> Schedule:
-        given = {"global_batch_size": len(lengths), "rollout_indices": list(range(len(lengths)))}
-        own, micro_batches, *_ = module.build_dp_schedule(options, parallel, lengths, **given)
-        return [
-            [[samples[n] for n in one] for one in rank]
-            for samples, rank in zip(own, micro_batches, strict=True)
-        ]
-
-    return plan
-
-
-def verl(folder: Path, layout: Parallelism, cap: int) -> Planner:
-    others: dict[str, dict[str, Any]] = {
-        "verl": {}, "verl.utils": {}, "verl.protocol": {"DataProto": object},
-        "verl.utils.tensordict_utils": {"index_select_tensor_dict": lambda _, chosen: chosen},
-        "verl.utils.device": {"get_device_name": lambda: "cpu"},
-    }  # fmt: skip
-    for name, values in others.items():
-        sys.modules[name] = module = ModuleType(name)
-        vars(module).update(values)
-        if "." in name:
-            parent, _, child = name.rpartition(".")
-            setattr(sys.modules[parent], child, module)
-    path = folder / "verl/utils/seqlen_balancing.py"
-    if not path.exists():
-        raise ConfigError(f"{folder} has no {path.relative_to(folder)}; give a checkout of verl")
-    spec = importlib.util.spec_from_file_location("verl.utils.seqlen_balancing", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    torch = module.torch
-
-    def plan(lengths: list[int]) -> Schedule:
-        work = module.calculate_workload(torch.tensor(lengths)).tolist()
-        ranks = module.get_seqlen_balanced_partitions(work, layout.dp_size, equal_size=True)
-        least = max(-(-sum(lengths[n] for n in own) // cap) for own in ranks)
-        schedule = []
-        for own in ranks:
-            ends = torch.tensor([0, *(lengths[n] for n in own)]).cumsum(0)
-            batch = {"input_ids": SimpleNamespace(is_nested=True, offsets=lambda ends=ends: ends)}
-            _, found = module.rearrange_micro_batches(batch, cap, min_num_micro_batch=least)
-            schedule.append([[own[n] for n in one] for one in found])
-        return schedule
-
-    return plan
-
-
-def nemo_rl(folder: Path, layout: Parallelism, cap: int) -> Planner:
-    module = _of(folder, "nemo_rl.data.packing.algorithms", "nemo_rl/data/packing/algorithms.py")
-    packer = module.get_packer(
-        module.PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING, cap,
-        min_bin_count=layout.dp_size, bin_count_multiple=layout.dp_size,
-    )  # fmt: skip
-
-    def plan(lengths: list[int]) -> Schedule:
-        bins = packer.pack(lengths)
-        return [bins[rank :: layout.dp_size] for rank in range(layout.dp_size)]
-
-    return plan
-
-
-def _of(folder: Path, name: str, file: str | None = None) -> ModuleType:
-    """A module of a checkout; of a ``file`` alone, without the packages that it is in."""
-    path = folder / (file or f"{name.replace('.', '/')}.py")
-    if not path.exists():
-        raise ConfigError(f"{folder} has no {path.relative_to(folder)}; give a checkout of it")
-    if file is None:
-        sys.path.insert(0, str(folder))
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def check(title: str, schedule: Schedule, lengths: Sequence[int]) -> None:
     """Raises :class:`ConfigError` where a sample is lost or runs twice."""
     if sorted(n for rank in schedule for one in rank for n in one) != list(range(len(lengths))):
         raise ConfigError(f"{title} does not run each of {len(lengths)} samples once")
 
 
-def measure(
-    run: Run, layout: str, planners: dict[str, Planner], args: argparse.Namespace
-) -> list[Row]:
-    p, cap = run.parallelism, args.cap
-    replica, simulator = replica_of(run.costs, p, MOST * cap), Simulator(run.costs, p)
-    steps_us: dict[str, list[float]] = {name: [] for name in planners}
-    tokens: dict[str, list[int]] = {name: [] for name in planners}
-    seconds: dict[str, list[float]] = {name: [] for name in planners}
+def steps_of(
+    runs: dict[float, Run], planners: dict[float, dict[str, Planner]], args: argparse.Namespace
+) -> dict[tuple[float, str], list[Step]]:
+    """Each planner's steps by what a launch takes. Plans of others do not depend on that."""
+    found: dict[tuple[float, str], list[Step]] = defaultdict(list)
+    cap = args.cap
     for distribution in LENGTHS:
         for seed in args.seeds:
-            drawn = sample_lengths(distribution, 400, seed=seed, window=WINDOW).tolist()
-            lengths = [n for n in drawn if n <= WINDOW][: args.samples]
-            for name, planner in planners.items():
-                start_s = time.process_time()
-                plan = planner(lengths)
-                seconds[name].append(time.process_time() - start_s)
-                if not isinstance(plan, StepPlan):
-                    check(name, plan, lengths)
-                    own = [
-                        [[whole(sample(n, lengths[n])) for n in one] for one in rank]
-                        for rank in plan
-                    ]
-                    plan = plan_of(name, own, replica)
-                steps_us[name].append(simulator.step(plan).step_us)
-                tokens[name] += [m.length for m in plan]
-    base = np.array(steps_us["ours, whole"])
+            lengths = draw(distribution, seed)[: args.samples]
+            known: dict[str, tuple[Schedule, float]] = {}
+            for kernel_us, run in runs.items():
+                replica = replica_of(run.costs, run.parallelism, MOST * cap)
+                simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
+                for name, planner in planners[kernel_us].items():
+                    if name in known:
+                        given, seconds = known[name]
+                        plan = plan_of(name, spans(given, lengths), replica)
+                    else:
+                        start_s = time.process_time()
+                        made = planner(lengths)
+                        seconds = time.process_time() - start_s
+                        if isinstance(made, StepPlan):
+                            plan = made
+                        else:
+                            check(name, made, lengths)
+                            known[name] = made, seconds
+                            plan = plan_of(name, spans(made, lengths), replica)
+                    step_us = simulator.step(plan, with_memory=False).step_us
+                    peak = max(one.peak_bytes for one in simulator.plan_memory(plan))
+                    tokens = [m.length for m in plan]
+                    found[kernel_us, name].append(
+                        Step(
+                            distribution, step_us, sum(n > cap for n in tokens), max(tokens) / cap,
+                            peak > run.limit_gib * GIB, seconds,
+                        )
+                    )  # fmt: skip
+    return found
+
+
+def spans(schedule: Schedule, lengths: Sequence[int]) -> list[list[list[Span]]]:
+    return [[[whole(sample(n, lengths[n])) for n in one] for one in rank] for rank in schedule]
+
+
+def mean(ratios: Iterable[float]) -> float:
+    """Geometric."""
+    return float(np.exp(np.mean(np.log(list(ratios)))))
+
+
+def rows_of(layout: str, found: dict[tuple[float, str], list[Step]]) -> list[Row]:
     rows = []
-    for name in planners:
-        ratios = np.array(steps_us[name]) / base
+    for (kernel_us, name), steps in found.items():
+        base = found[kernel_us, "ours, whole"]
+        ratios = [one.step_us / whole.step_us for one, whole in zip(steps, base, strict=True)]
         rows.append(
             Row(
-                layout, name, float(np.exp(np.log(ratios).mean())), ratios.min(), ratios.max(),
-                sum(n > cap for n in tokens[name]), max(tokens[name]) / cap,
-                1e3 * float(np.median(seconds[name])),
+                layout, name, kernel_us, mean(ratios), min(ratios), max(ratios),
+                sum(one.over_cap for one in steps), max(one.most_of_cap for one in steps),
+                sum(one.over_memory for one in steps),
+                1e3 * float(np.median([one.seconds for one in steps])),
             )
         )  # fmt: skip
     return rows
 
 
+def against(layout: str, found: dict[tuple[float, str], list[Step]]) -> list[Against]:
+    """Empty without rivals."""
+    result = []
+    for kernel_us in dict.fromkeys(kernel_us for kernel_us, _ in found):
+        rivals = [
+            steps
+            for (other_us, name), steps in found.items()
+            if other_us == kernel_us and not name.startswith("ours")
+        ]
+        if not rivals:
+            continue
+        best = [min(one.step_us for one in turn) for turn in zip(*rivals, strict=True)]
+        kept = [
+            min((one.step_us for one in turn if not one.over_cap), default=float("nan"))
+            for turn in zip(*rivals, strict=True)
+        ]
+        for name in ("ours, whole", "ours, slices"):
+            own = found[kernel_us, name]
+            ratios = [one.step_us / us for one, us in zip(own, best, strict=True)]
+            by_lengths = {
+                which: mean(r for one, r in zip(own, ratios, strict=True) if one.lengths == which)
+                for which in LENGTHS
+            }
+            within = mean(one.step_us / us for one, us in zip(own, kept, strict=True))
+            result.append(Against(layout, name, kernel_us, mean(ratios), within, by_lengths))
+    return result
+
+
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--slime", type=Path, metavar="FOLDER", help="a checkout of slime")
-    parser.add_argument("--verl", type=Path, metavar="FOLDER", help="a checkout of verl")
-    parser.add_argument("--nemo-rl", type=Path, metavar="FOLDER", help="a checkout of NeMo-RL")
+    for rival in RIVALS:
+        about = f"a checkout of {rival.strip('-')}"
+        parser.add_argument(rival, type=Path, metavar="FOLDER", help=about)
     flag(parser, "--samples N", "of a step", 512)
     flag(parser, "--cap TOKENS", "of a micro-batch", WINDOW)
     flag(
         parser,
         "--kernel-us US",
-        "what a kernel takes besides its work (default: the machine's)",
+        "what a kernel takes besides its work",
+        [5.0, 10.288, 15.0],
         of=float,
     )
     add_seeds(parser)
-    parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
+    parser.add_argument(
+        "--json", action="store_true", help='print {"rows": […], "against": […]} to stdout'
+    )
     args = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
+    ratios: list[Against] = []
     for title, layout in LAYOUTS.items():
-        shape, hardware = (
-            padded_vocabulary(load_model("7b"), layout.tp_size),
-            load_hardware("h100-sxm"),
-        )
-        if args.kernel_us:
-            hardware = replace(hardware, kernel_us=args.kernel_us[0])
+        shape = padded_vocabulary(load_model("7b"), layout.tp_size)
         number = layout.dp_size * layout.pp_size
-        run = Run(shape, Execution(layout), hardware, args.cap, number)
-        planners = ours(run, args.cap)
+        runs = {
+            us: Run(
+                shape,
+                Execution(layout),
+                replace(load_hardware("h100-sxm"), kernel_us=us),
+                args.cap,
+                number,
+            )
+            for us in args.kernel_us
+        }
+        others: dict[str, Planner] = {}
         if args.slime:
-            planners["slime"] = slime(args.slime, layout, args.cap, shape, balance_by_flops=False)
-            planners["slime, by FLOPs"] = slime(
+            others["slime"] = slime(args.slime, layout, args.cap, shape, balance_by_flops=False)
+            others["slime, by FLOPs"] = slime(
                 args.slime, layout, args.cap, shape, balance_by_flops=True
             )
         if args.verl:
-            planners["verl"] = verl(args.verl, layout, args.cap)
+            others["verl"] = verl(args.verl, layout, args.cap)
         if args.nemo_rl:
-            planners["NeMo-RL"] = nemo_rl(args.nemo_rl, layout, args.cap)
-        rows += measure(run, title, planners, args)
+            others["NeMo-RL"] = nemo_rl(args.nemo_rl, layout, args.cap)
+        if args.megatron:
+            others["Megatron-LM, dp_balanced"] = megatron(args.megatron, layout, args.cap)
+        if args.prime_rl:
+            others["prime-rl"] = prime_rl(args.prime_rl, layout, args.cap, shape)
+        if args.torchtitan:
+            others["torchtitan"] = torchtitan(args.torchtitan, layout, args.cap)
+        if args.distca:
+            others["DistCA, WLB-LLM"] = distca(args.distca, layout, args.cap)
+        planners = {us: ours(run, args.cap) | others for us, run in runs.items()}
+        found = steps_of(runs, planners, args)
+        rows += rows_of(title, found)
+        ratios += against(title, found)
+    print_tables(rows, ratios, args)
+    if args.json:
+        told = {"rows": [*map(asdict, rows)], "against": [*map(asdict, ratios)]}
+        print(json.dumps(told, indent=1))
+    return 0
+
+
+def print_tables(rows: list[Row], ratios: list[Against], args: argparse.Namespace) -> None:
+    launches = [f"{us:g} µs" for us in args.kernel_us]
     table = Table(
-        caption=f"{args.samples} samples; time is simulated, over ours with whole samples"
+        caption=f"{args.samples} samples; time is simulated, over ours with whole samples, by what "
+        "a launch takes"
     )
-    for head in ("layout", "planner", "time", "range", "above the cap", "plan ms"):
+    for head in ("layout", "planner", *launches, "above the cap", "above memory", "plan ms"):
         table.add_column(head, justify="left" if head in ("layout", "planner") else "right")
+    each: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        above = [f"{row.over_cap} (up to {row.most_of_cap:.2f} ×)"] if row.over_cap else []
+        each[row.layout, row.planner].append(row)
+    for (layout, planner), own in each.items():
+        most = max(own, key=lambda row: row.over_cap)
+        above = f"{most.over_cap} (up to {most.most_of_cap:.2f} ×)"
         table.add_row(
-            row.layout, row.planner, f"{row.ratio:.3f}", f"{row.lowest:.2f}-{row.highest:.2f}",
-            verdict(above) if above else "0", f"{row.plan_ms:.1f}",
+            layout, planner, *(f"{row.ratio:.3f}" for row in own),
+            verdict([above]) if most.over_cap else "0",
+            str(max(row.over_memory for row in own)),
+            f"{float(np.median([row.plan_ms for row in own])):.1f}",
         )  # fmt: skip
     output.console(stderr=True).print(table)
-    if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))
-    return 0
+    if not ratios:
+        return
+    table = Table(caption="ours over each step's fastest rival; in brackets: that keeps the cap")
+    for head in ("layout", "planner", "launch", "all", *LENGTHS):
+        table.add_column(head, justify="left" if head in ("layout", "planner") else "right")
+    for one in ratios:
+        table.add_row(
+            one.layout, one.planner, f"{one.kernel_us:g} µs",
+            f"{one.ratio:.3f} ({one.within_cap:.3f})",
+            *(f"{ratio:.3f}" for ratio in one.by_lengths.values()),
+        )  # fmt: skip
+    output.console(stderr=True).print(table)
 
 
 if __name__ == "__main__":

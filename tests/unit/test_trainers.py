@@ -1,0 +1,88 @@
+"""Adapters of other trainers: their form, the cap, and errors; their own tests are in evidence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.cost import Parallelism
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing_scheduler import DEFAULT_COST, groups_of, planned
+from megatron_wlb.trainers import filled_plan
+from megatron_wlb.verl import get_seqlen_balanced_partitions, micro_batches_of
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=30)
+LENGTHS = st.lists(st.integers(1, 900), min_size=8, max_size=40)
+
+
+@few_examples
+@given(lengths=LENGTHS, parts=st.integers(1, 8), equal=st.booleans())
+def test_partitions_have_each_sample_once_and_like_sums(lengths, parts, equal) -> None:
+    lengths = lengths[: len(lengths) // parts * parts] if equal else lengths
+    found = get_seqlen_balanced_partitions(lengths, parts, equal)
+    assert sorted(n for own in found for n in own) == list(range(len(lengths)))
+    assert len(found) == parts and all(found)
+    assert not equal or len({len(own) for own in found}) == 1
+    if not equal:
+        sums = [sum(lengths[n] for n in own) for own in found]
+        assert max(sums) <= sum(lengths) / parts + max(lengths)
+
+
+@few_examples
+@given(
+    lengths=LENGTHS, multiple=st.integers(1, 3), least=st.integers(1, 6), pp_size=st.integers(1, 3)
+)
+def test_verl_s_micro_batches_keep_the_cap(lengths, multiple, least, pp_size) -> None:
+    given_options = {"multiple": multiple, "least": least, "pp_size": pp_size}
+    try:
+        found = micro_batches_of(lengths, 1000, (1.0, 2.1), **given_options)
+    except ConfigError as error:
+        assert "micro-batches are needed" in str(error)
+        return
+    assert sorted(n for own in found for n in own) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[n] for n in own) <= 1000 for own in found)
+    assert len(found) % multiple == 0 and len(found) >= least
+    with pytest.raises(ConfigError, match=r"sample \d+ has \d+ tokens, above max_token_len"):
+        micro_batches_of([*lengths, 1001], 1000, (1.0, 2.1), **given_options)
+
+
+@pytest.mark.parametrize("layout", [Parallelism(dp_size=2), Parallelism(pp_size=2, dp_size=2)])
+def test_megatron_s_groups_have_each_sample_once_on_each_of_its_cp_ranks(layout) -> None:
+    random = np.random.default_rng(2)
+    samples = [(100 + n, int(length)) for n, length in enumerate(random.integers(8, 600, 50))]
+    groups = groups_of(samples, 1024, layout, 2, DEFAULT_COST, 6)
+    assert all(len(group) == 4 for group in groups)
+    assert all(group[::2] == group[1::2] and all(group) for group in groups)
+    assert sorted(n for group in groups for own in group[::2] for n in own) == [*range(100, 150)]
+    length_of = dict(samples)
+    for group in groups:
+        for own in group:
+            assert sum(length_of[n] for n in own) <= 1024 and len(own) <= 6
+    with pytest.raises(ConfigError, match="sample 7 has 1025 tokens, above 1024"):
+        groups_of([*samples, (7, 1025)], 1024, layout, 2, DEFAULT_COST)
+
+
+def test_megatron_s_scheduler_takes_its_layout_from_megatron() -> None:
+    class Theirs:
+        def run(self, *_given):
+            return self.get_groups_and_subsamples([(n, 100) for n in range(16)])
+
+    scheduler = planned(Theirs)()
+    facts = {"max_seqlen_per_dp_cp_rank": 400, "cp_size": 1, "dp_size": 2}
+    vars(scheduler).update(facts | {"microbatch_group_size_per_vp_stage": None, "max_num_seqs": 2})
+    config = SimpleNamespace(
+        hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, num_layers=2
+    )
+    group = SimpleNamespace(size=lambda: 2)
+    found = scheduler.run(iter(()), 1, group, group, group, group, "cpu", config)
+    assert scheduler.pp_size == 2 and all(len(own) <= 2 for one in found for own in one)
+    assert sorted(n for one in found for own in one for n in own) == [*range(16)]
+
+
+def test_too_few_samples_are_told() -> None:
+    with pytest.raises(ConfigError, match="3 samples are too few"):
+        filled_plan([5, 6, 7], 64, Parallelism(dp_size=4), DEFAULT_COST)
