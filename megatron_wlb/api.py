@@ -23,7 +23,7 @@ from megatron_wlb.cost import (
     Parallelism,
     load_hardware,
 )
-from megatron_wlb.cost.hardware import hardware_names
+from megatron_wlb.cost.hardware import LEAST, MOST, hardware_names
 from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.corpora import Corpora
@@ -40,7 +40,14 @@ from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.run import Run, Workload, read_cost
 from megatron_wlb.planning.samples import plan_step
-from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, named_file, shown, whole_number
+from megatron_wlb.reading import (
+    MOST_MICRO_BATCHES,
+    MOST_TOKENS,
+    named_file,
+    real_number,
+    shown,
+    whole_number,
+)
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.evaluate import evaluate
@@ -122,6 +129,7 @@ def plan_batch(
     equal_numbers: bool = True,
     groups: Sequence[int] | None = None,
     weights: Sequence[npt.ArrayLike] | None = None,
+    memory_gib: float | None = None,
 ) -> StepPlan:
     """Plans one step of given samples, of which none waits: for fine-tuning and RL.
 
@@ -145,10 +153,13 @@ def plan_batch(
         groups: a number for each sample; those with one number run on one data-parallel rank.
         weights: what each token of each sample counts in the loss, ``[length]``, 0 where it is no
             target. Plans are the same; they count targets by it. None: each token counts 1.
+        memory_gib: 2³⁰ bytes of a device that no step may exceed, as predicted for ``cost``, which
+            must be a model's name. Of slices some micro-batches are recomputed for it
+            (:attr:`MicroBatchPlan.recomputed`).
 
     Raises:
         WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
-            groups of slices, weights of other lengths or below 0.
+            groups of slices, weights of other lengths or below 0, a step that does not fit.
     """
     _check(layout=layout)
     stored = LengthSource.of_lengths("lengths", np.asarray(lengths)).stored
@@ -158,8 +169,17 @@ def plan_batch(
     whole_number("max_tokens", max_tokens, multiple, MOST_TOKENS)
     if num_micro_batches is not None:
         whole_number("num_micro_batches", num_micro_batches, 1, MOST_MICRO_BATCHES)
+    memory = None
+    if memory_gib is not None:
+        real_number("memory_gib", memory_gib, LEAST, MOST)
+        if not isinstance(cost, str):
+            raise ConfigError(
+                f"memory_gib is {memory_gib:g}, and cost names no model; give a name, such as 7b"
+            )
     if isinstance(cost, str):
         run = _run(cost, layout, hardware, max_tokens)
+        if memory_gib is not None:
+            memory = replace(run, memory_gib=memory_gib).memory_limit
         cost, costs = run.cost, run.costs
     else:
         cost = read_cost(cost, "cost") if isinstance(cost, Path) else cost
@@ -168,7 +188,7 @@ def plan_batch(
     return plan_step(
         sizes, max_tokens, cost, costs, layout,
         slices=slices, number=num_micro_batches, equal=equal_numbers, groups=groups,
-        targets=targets,
+        targets=targets, memory=memory,
     )  # fmt: skip
 
 

@@ -439,7 +439,7 @@ class Run(Executed, _Batch):
             long_documents,
             self.length_multiple,
             self.parallelism,
-            self._memory_limit,
+            self.memory_limit,
             self.micro_batch_size,
             self.ramp,
             self._experts,
@@ -448,7 +448,8 @@ class Run(Executed, _Batch):
         )
 
     @property
-    def _memory_limit(self) -> MemoryLimit:
+    def memory_limit(self) -> MemoryLimit:
+        """What a device may hold, for those who plan slices."""
         given = self.memory_gib is not None
         recomputes = self.recompute.granularity is None and self.execution.recomputes
         limit_bytes = self.limit_gib * GIB

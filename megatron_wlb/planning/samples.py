@@ -13,11 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapreplace
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import TypeAlias
 
 from megatron_wlb.cost import CostModel, Parallelism
+from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
@@ -28,7 +29,11 @@ from megatron_wlb.plan.targets import Runs
 from megatron_wlb.planning.assign import bins_of, pack, replica_us
 from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.numbers import NumberChooser
+from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer
+
+IN_FLIGHT = 4
+"""Micro-batches for each stage with which a pipeline holds as much as with any more."""
 
 
 def plan_step(
@@ -43,6 +48,7 @@ def plan_step(
     equal: bool = True,
     groups: Sequence[int] | None = None,
     targets: Sequence[Runs] | None = None,
+    memory: MemoryLimit | None = None,
 ) -> StepPlan:
     """Plans a step as :func:`megatron_wlb.plan_batch` says, by the costs of its stages.
 
@@ -52,14 +58,20 @@ def plan_step(
         why = "slices are not grouped" if slices else f"{len(lengths)} samples need a group each"
         raise ConfigError(f"groups has {len(groups)} numbers, but {why}; correct or leave it out")
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    longest, limit = max(range(len(lengths)), key=lengths.__getitem__), "max_tokens"
+    if memory is not None and not slices:
+        fitting = memory.model.max_tokens(
+            memory.limit_bytes, IN_FLIGHT * layout.pp_size, multiple=multiple
+        )
+        if fitting < max_tokens:
+            max_tokens, limit = fitting, f"what fits {memory.limit_bytes / GIB:g} GiB,"
     if not slices and lengths[longest] > max_tokens - max_tokens % multiple:
         raise ConfigError(
-            f"sample {longest} has {lengths[longest]} tokens, above max_tokens {max_tokens} (a "
+            f"sample {longest} has {lengths[longest]} tokens, above {limit} {max_tokens} (a "
             f"multiple of {multiple} counts); raise it, cut the sample or plan slices"
         )
     if slices:
-        plan = slice_samples(lengths, max_tokens, cost, costs, layout, number=number)
+        plan = slice_samples(lengths, max_tokens, cost, costs, layout, number=number, memory=memory)
     else:
         plan = plan_samples(
             lengths, max_tokens, costs, layout, number=number, equal=equal, groups=groups
@@ -129,9 +141,15 @@ def slice_samples(
     layout: Parallelism,
     *,
     number: int | None = None,
+    memory: MemoryLimit | None = None,
 ) -> StepPlan:
-    """Plans a step of slices of samples, as :func:`plan_step` says."""
+    """Plans a step of slices of samples, as :func:`plan_step` says.
+
+    Raises :class:`ConfigError` where they do not fit ``memory``.
+    """
     replica = replica_of(costs, layout, max_tokens)
+    # What one rank may have: every dp_size-th, the longest first.
+    worst = [sorted(lengths, reverse=True)[:: layout.dp_size]]
     slicer = Slicer(
         cost,
         costs,
@@ -142,10 +160,21 @@ def slice_samples(
         num_units=number,
         multiple=min(SLICE_MULTIPLE, replica.max_tokens),
         merges=False,
+        memory=memory,
+        worst=worst,
     )
     units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)
+    if memory is not None:
+        peaks = [memory.peak_bytes(own, layout) if own.spans else 0.0 for own in units]
+        if max(peaks) > memory.limit_bytes:
+            raise ConfigError(
+                f"slices of {len(lengths)} samples need {max(peaks) / GIB:.2f} GiB, above "
+                f"{memory.limit_bytes / GIB:g} GiB; use more TP, CP or PP, lower max_tokens, or "
+                "give a step fewer long samples"
+            )
     chains = tuple(tuple(own.chains) for own in units)
-    return plan_of("slim", [own.spans for own in units], replica, chains)
+    again = [own.recomputed or [False] * len(own.spans) for own in units]
+    return plan_of("slim", [own.spans for own in units], replica, chains, again)
 
 
 def plan_of(
@@ -153,16 +182,21 @@ def plan_of(
     ranks: Sequence[Sequence[Sequence[Span]]],
     replica: ReplicaCosts,
     chains: tuple[tuple[int, ...], ...] = (),
+    recomputed: Sequence[Sequence[bool]] | None = None,
 ) -> StepPlan:
-    """The plan of a step that runs ``[dp_size][micro-batches][spans]``."""
+    """The plan of a step that runs ``[dp_size][micro-batches][spans]``, some ``recomputed``."""
     every = [spans for rank in ranks for spans in rank]
     lengths = [[span.length for span in spans] for spans in every]
     prefixes = [[span.start for span in spans] for spans in every]
     times_us = replica.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
     multiple = replica.scheme.length_multiple
+    again = [False] * len(every) if recomputed is None else list(chain.from_iterable(recomputed))
+    rows = enumerate(zip(every, lengths, times_us.tolist(), again, strict=True))
     planned = iter(
-        MicroBatchPlan(n, tuple(spans), max(1, -(-sum(own) // multiple)) * multiple, us)
-        for n, (spans, own, us) in enumerate(zip(every, lengths, times_us.tolist(), strict=True))
+        MicroBatchPlan(
+            n, tuple(spans), max(1, -(-sum(own) // multiple)) * multiple, us, recomputed=each
+        )
+        for n, (spans, own, us, each) in rows
     )
     return StepPlan(
         0, packing, tuple(tuple(islice(planned, len(rank))) for rank in ranks), 0, 0, chains

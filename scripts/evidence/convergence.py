@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Does a packing change what is learned? The same model and text, several seeds, equal tokens.
+r"""Does a packing change what is learned? The same model and text, several seeds, equal tokens.
 
 Each packing trains with each seed; runs with one seed start from the same weights and take the same
 documents in the same order. Held-out documents are whole modules of the interpreter's library that
 no run trains on, and the loss on them is by length. A run that is there is kept, so that a study
 that was stopped goes on, and one can be given more seeds: the table is of all runs in the folder,
 and with --page of those in the file of runs beside the page, which it writes anew.
---minutes gives each run equal time on two cores (PP=2) instead.
+--minutes gives each run equal time on two cores (PP=2) instead. --small trains a smaller model, for
+many seeds, beside controls: `fixed-greedy:64` delays much, `fewer` trains a tenth less.
 
     scripts/evidence/convergence.py --out runs/learning       # hours: 3 seeds of 7 packings
     scripts/evidence/convergence.py --out /tmp/short --tokens 1e5 --seeds 1 --packings original hold
+    scripts/evidence/convergence.py --small --tokens 6e5 --seeds 1 2 3 4 5 6 7 8 --packings \
+        original hold-default slim fewer    # an hour
     scripts/evidence/convergence.py --out runs/learning --page docs/learning.md  # page anew
 """
 
@@ -46,9 +49,15 @@ PACKINGS = {
     "hold": "hold",
     "hold:4": "hold:4",
     "hold-cap": "hold",
+    "hold-default": "hold",
     "slim": "slim",
+    "fixed-greedy:64": "fixed-greedy:64",
+    "fewer": "original",
 }
 """What is trained, and its packing. K is batches, queues, or steps of look-ahead."""
+ALL = [name for name in PACKINGS if name not in ("hold-default", "fixed-greedy:64", "fewer")]
+TRAINED = {"fewer": 0.9}
+"""The share of the tokens that a control trains, with a schedule as much shorter."""
 MOST_OF_A_STEP = {"hold": 0.0, "hold:4": 0.0, "hold-cap": 1.1}
 """The most tokens of a step, in global batches; 0 is no bound."""
 FLAGS = (
@@ -77,6 +86,16 @@ TOKENS = Setting(
     ),
 )
 """With equal tokens: the same plans in each run."""
+SMALL = Setting(
+    window=1536,
+    num_micro_batches=4,
+    num_processes=1,
+    flags=(
+        *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2"),
+        *("--wlb-cost", "analytic", "--wlb-hardware", "cpu"),
+    ),
+)
+"""With equal tokens and a smaller model, for many seeds."""
 TIME = Setting(
     window=8192,
     num_micro_batches=4,
@@ -95,9 +114,10 @@ class Job:
     result: Path
 
     def command(self, options: argparse.Namespace, prefix: str) -> list[str]:
-        setting = TIME if options.minutes else TOKENS
+        setting = TIME if options.minutes else SMALL if options.small else TOKENS
         window, num_micro_batches = setting.window, setting.num_micro_batches
-        steps = round(options.tokens / (window * num_micro_batches))
+        tokens = options.tokens * TRAINED.get(self.packing, 1)
+        steps = round(tokens / (window * num_micro_batches))
         packing = PackingSettings.parse(PACKINGS[self.packing], window, 2 * window)
         batch = window * num_micro_batches
         cap = MOST_OF_A_STEP.get(self.packing)
@@ -105,7 +125,7 @@ class Job:
             *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
             *("--nproc-per-node", str(setting.num_processes)),
             *(str(HERE / "_convergence/learn.py"), "--result", str(self.result)),
-            *("--tokens", str(options.tokens), "--seconds", str(60 * options.minutes)),
+            *("--tokens", str(tokens), "--seconds", str(60 * options.minutes)),
             *("--looks", str(options.looks), "--seed", str(self.seed)),
             *("--data-path", prefix, "--train-iters", str(steps)),
             *("--lr-warmup-iters", str(steps // 20)),
@@ -138,10 +158,11 @@ def result_of(kind: str, packing: str, seed: object) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder")
-    parser.add_argument("--packings", nargs="+", choices=PACKINGS, default=list(PACKINGS))
+    parser.add_argument("--packings", nargs="+", choices=PACKINGS, default=ALL)
     add_seeds(parser)
     flag(parser, "--tokens X", "of each run", 4e6)
     flag(parser, "--minutes X", "of each run on two cores", 0.0)
+    parser.add_argument("--small", action="store_true", help="a smaller model, for many seeds")
     flag(parser, "--looks N", "at held-out documents", 8)
     flag(parser, "--jobs N", "runs at once (default: one a core)", 0)
     parser.add_argument(
@@ -156,6 +177,7 @@ def main() -> int:
         exclude=EXCLUDED, force=True, reuse=True,
     ).prefix  # fmt: skip
     kind = f"pp2-{options.minutes:g}min" if options.minutes else f"{options.tokens:g}"
+    kind = f"small-{kind}" if options.small else kind
     jobs = [
         Job(packing, seed, options.out / result_of(kind, packing, seed))
         for seed in options.seeds

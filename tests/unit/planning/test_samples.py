@@ -155,3 +155,26 @@ def test_weights_are_counted_and_change_no_plan(slices: bool) -> None:
     weights[3][5] = -1
     with pytest.raises(wlb.WLBError, match="the mask of document 3 has weights from -1"):
         wlb.plan_batch(lengths, **given, weights=weights)
+
+
+def test_memory_bounds_micro_batches_and_slices() -> None:
+    layout = wlb.Parallelism(tp_size=4, pp_size=4, sequence_parallel=True)
+    lengths = [30000, *wlb.sample_lengths("slimpack", 2, seed=3, window=16384)[:60]]
+    given = {"max_tokens": 65536, "layout": layout, "cost": "7b"}
+    plain = wlb.plan_batch(lengths, **given, slices=True)
+    assert not any(m.recomputed for m in plain)
+    peak_gib = wlb.simulate_step(plain, layout, model="7b").peak_bytes / 2**30
+    limit = 0.6 * peak_gib
+    plan = wlb.plan_batch(lengths, **given, slices=True, memory_gib=limit)
+    assert wlb.simulate_step(plan, layout, model="7b").peak_bytes <= limit * 2**30
+    assert any(m.recomputed for m in plan) and plan.num_tokens == sum(lengths)
+    with pytest.raises(wlb.WLBError, match=r"slices of \d+ samples need [\d.]+ GiB, above 8 GiB"):
+        wlb.plan_batch(lengths, **given, slices=True, memory_gib=8)
+    with pytest.raises(wlb.WLBError, match=r"sample 0 has 30000 tokens, above what fits 30 GiB"):
+        wlb.plan_batch(lengths, **given, memory_gib=30)
+    whole = wlb.plan_batch(lengths[1:], **given, memory_gib=30)
+    assert max(m.padded_length for m in whole) < 30000
+    assert wlb.simulate_step(whole, layout, model="7b").peak_bytes <= 30 * 2**30
+    for wrong in ({"cost": wlb.DocumentCost(1, 1, 2, 2)}, {"memory_gib": 0}):
+        with pytest.raises(wlb.WLBError, match="memory_gib"):
+            wlb.plan_batch(lengths, **{**given, "memory_gib": 30, **wrong})
