@@ -27,9 +27,15 @@ def test_grpo_is_the_same_over_replicas_and_slices(tmp_path: Path) -> None:
     assert grpo(tmp_path, 2, "--iterations", "3", *SLIM) == alone
 
 
-def test_grpo_learns_with_slices_in_a_pipeline(tmp_path: Path) -> None:
-    flags = ["--iterations", "30", "--pipeline-model-parallel-size", "2", *SLIM]
-    said = grpo(tmp_path, 2, *flags)
+def test_grpo_learns(tmp_path: Path) -> None:
+    few = ["--longest", "10", "--prompts", "4", "--lr", "0.006"]
+    said = grpo(tmp_path, 1, "--iterations", "24", *few)
     rewards = [float(re.search(r"reward ([\d.]+)", line).group(1)) for line in said]
-    assert max(rewards[:3]) < 0.15
-    assert min(rewards[-3:]) > 0.25
+    assert max(rewards[:3]) < 0.12 < min(rewards[-3:])
+
+
+def test_grpo_runs_with_slices_in_a_pipeline(tmp_path: Path) -> None:
+    flags = ["--iterations", "1", "--longest", "6", "--pipeline-model-parallel-size", "2", *SLIM]
+    (said,) = grpo(tmp_path, 2, *flags)
+    first, second = map(float, said.split("losses ")[1].split())
+    assert first == 0 and second != 0
