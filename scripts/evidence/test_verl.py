@@ -77,7 +77,7 @@ def test_verl_s_own_tests_pass(tmp_path: Path) -> None:
             *(sys.executable, "-m", "pytest", "-p", "planned_by_us", "-p", "no:cacheprovider"),
             *("--rootdir", str(tmp_path), f"{VERL}/tests/utils/test_seqlen_balancing.py"),
         ],
-        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=900, cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
