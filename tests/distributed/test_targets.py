@@ -48,7 +48,7 @@ SLICED = [
 ]
 
 
-@pytest.mark.parametrize("workload", [MASKED, BY_SAMPLE], ids=["by token", "by sample"])
+@pytest.mark.parametrize("workload", [MASKED, further(BY_SAMPLE)], ids=["by token", "by sample"])
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_masked_documents_compute_what_one_process_does(
     gloo: GlooPool, case: Layout, workload: Workload

@@ -83,7 +83,9 @@ def test_a_script_with_a_loss_or_data_of_its_own_is_refused(corpus: Path, tmp_pa
     assert ended.code == ConfigError.exit_code, ended.output
     for line, what in zip(ended.errors, ("forward step or loss", "data sets"), strict=True):
         assert line.startswith(f"error: {script} has {what} of its own (")
-        assert line.endswith("unedited pretrain_gpt.py, or leave out the --wlb flags")
+        assert "unedited pretrain_gpt.py" in line
+        assert line.endswith("or leave out the --wlb flags")
+        assert ("--wlb-loss FILE.py" in line) == (what == "forward step or loss")
     assert "> initializ" not in ended.output, "a process group was made before"
     assert "Traceback" not in ended.output
 
