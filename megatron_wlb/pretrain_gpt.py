@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_wlb import interrupts  # noqa: F401 - before all that takes time
 from megatron_wlb.runtime.rank_main import end, rank_main
@@ -33,12 +32,9 @@ def train(argv: Sequence[str]) -> None:
     agreement.compare_at_start(config.flat(), config.parallel.distributed_timeout_minutes)
     config = settled(config, int(os.environ.get("WORLD_SIZE", "1")))
     distributed.initialize(config, device)
-    trainer: Any
-    if config.wlb.wlb_strategies is None:
-        from megatron_wlb.runtime.trainer.loop import Trainer as trainer
-    else:
-        from megatron_wlb.runtime.trainer.strategy_trainer import StrategyTrainer as trainer
-    trainer(config, device).train()
+    from megatron_wlb.runtime.trainer.loop import Trainer
+
+    Trainer(config, device).train()
     distributed.shutdown()
 
 

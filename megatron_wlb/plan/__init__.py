@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -243,6 +243,13 @@ class StepPlan:
         replicas = self.strategy.replicas if self.strategy else ()
         pairs = zip(replicas, self.micro_batches, strict=bool(replicas))
         return tuple(ReplicaPlan(replica, own) for replica, own in pairs)
+
+    def alone(self, number: int) -> StepPlan:
+        """What the ``number``-th replica of the ``strategy`` runs, as if it were all."""
+        own = slice(number, number + 1)
+        return replace(
+            self, micro_batches=self.micro_batches[own], chains=self.chains[own], strategy=None
+        )
 
     def __iter__(self) -> Iterator[MicroBatchPlan]:
         """All micro-batches, rank by rank; each once."""

@@ -358,6 +358,11 @@ class StrategyPlanner:
         self.step = 0
         self._packer: Mapping[str, Any] | None = None  # of the run before, whose documents wait
 
+    @property
+    def num_waiting(self) -> int:
+        """Documents of the run before that wait."""
+        return len(_waiting(self._packer))
+
     def next_plan(self) -> StepPlan | None:
         """The next step; None at the stream's end."""
         while self._packer or not self.stream.exhausted:

@@ -180,6 +180,11 @@ class Planner:
         self._steps_read = 0  # steps that the stream has given; more where the packer looks ahead
         self._warn_above_tokens = BACKLOG_STEPS * packer.limits.step_tokens
 
+    @property
+    def num_waiting(self) -> int:
+        """Documents that have arrived and wait."""
+        return len(self.packer.waiting)
+
     def next_plan(self) -> StepPlan | None:
         """Plans the next step; None when the stream is exhausted and no document waits.
 

@@ -56,12 +56,6 @@ _REASONS = {
     "num_experts": "replicas run unlike micro-batches, in each of which experts exchange tokens",
     "multi_latent_attention": "replicas of unlike layouts were tried with plain attention only",
     "mtp_num_layers": "replicas of unlike layouts were tried with one prediction a token only",
-    "use_distributed_optimizer": "the store of strategies shards optimizer state over all ranks",
-    "overlap_grad_reduce": "gradients go to the store of strategies layer by layer",
-    "overlap_param_gather": "weights come from the store of strategies layer by layer",
-    "optimizer": "the store of strategies has Adam only",
-    "hidden_dropout": "replicas of unlike layouts would draw other numbers",
-    "attention_dropout": "replicas of unlike layouts would draw other numbers",
     "wlb_cost": "a measured cost is of one layout",
 }
 """Settings that must be as they are if not given, and why."""
@@ -85,7 +79,6 @@ def check_shape(shape: ModelShape, said: str) -> None:
         "num_experts": shape.experts,
         "multi_latent_attention": shape.latent,
         "mtp_num_layers": shape.num_ahead,
-        "hidden_dropout": shape.dropout,
         "fp8_format": any(layer.precisions for _, layer in shape.all_runs),
     }
     reasons = _REASONS | {"fp8_format": "the trainer that runs strategies has no FP8"}

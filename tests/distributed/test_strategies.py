@@ -67,8 +67,9 @@ FLAGS = (
     "--make-vocab-size-divisible-by 32 --global-batch-size 4 --train-iters 14 "
     "--lr 0.01 --min-lr 0.001 --adam-eps 1e-5 --weight-decay 0.1 --clip-grad 0.5"
 )
-LOSS_RTOL = 2e-7
-"""For fp32 sums of some hundred token losses: 1.1e-7 was seen, 1.6e-7 of the fp32 oracle."""
+LOSS_RTOL = 1e-6
+"""For fp32 sums of some hundred token losses, and a norm that Megatron sums in fp32, by which
+gradients are clipped: 4.2e-7 was seen, 1.6e-7 of the fp32 oracle, whose norm is summed in fp64."""
 ATOL, OF_ONE_PROCESS = 5e-6, 2.0
 """Gradients and final weights differ from those of an oracle in fp64 by no more than this share of
 an array's largest entry, and of the model's; or by so many times what one process in fp32 does.
@@ -228,10 +229,10 @@ def pushed_too_early(_runner: Any) -> Iterator[None]:
 
     run = LocalReplica.run
 
-    def early(local: Any, *given: Any) -> Any:
+    def early(local: Any, *given: Any, **options: Any) -> Any:
         if given[-1] is not None:
             given[-1].post(4)
-        return run(local, *given)
+        return run(local, *given, **options)
 
     with mock.patch.object(LocalReplica, "run", early):
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from helpers.strategy_ranks import (
     gather,
     open_runner,
     plan_for,
+    run_step,
     strategies_file,
     with_strategies,
 )
@@ -40,18 +40,13 @@ def config_of(
     return with_strategies(parse(flags), strategies_file(folder, strategies))
 
 
-def saving(config: Config, save: str | None = None, load: str | None = None) -> Config:
-    checkpoint = dataclasses.replace(config.checkpoint, save=save, load=load)
-    return dataclasses.replace(config, checkpoint=checkpoint)
-
-
 def everything(runner: Any) -> dict[str, State]:
     """Weights and moments of the whole model, on each rank."""
     import torch.distributed as dist
 
     num = range(len(runner.buckets.sizes))
     shards = {"": runner.store.weights}
-    shards |= {name: [runner.store.moments(name, b) for b in num] for name in MOMENTS}
+    shards |= {name: [runner.store.moment(name, b) for b in num] for name in MOMENTS}
     found: dict[str, State] = {}
     for name, own in shards.items():
         parts: list[Any] = [None] * dist.get_world_size()
@@ -61,40 +56,52 @@ def everything(runner: Any) -> dict[str, State]:
 
 
 def there_and_back(strategies: Config, plain: Config, others: Config, folder: str) -> list[str]:
-    """Trains strategies, resumes as a plain run, saves, and resumes with other strategies."""
+    """Trains strategies, loads that into a plain model and Megatron's own optimizer, saves them,
+    and loads that for other strategies.
+    """
     import torch.distributed as dist
     from helpers.ranks import load as held_of
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
 
     from megatron_wlb.runtime.gpt.build import build_model
-    from megatron_wlb.runtime.saving import checkpoint
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer, build_scheduler
-    from megatron_wlb.runtime.strategy import shard_files as of_strategies
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
+    from megatron_wlb.runtime.strategy import shard_files
     from megatron_wlb.runtime.trainer import distributed
 
+    first, second = f"{folder}/first", f"{folder}/second"
+    if dist.get_rank() == 0:
+        Path(first).mkdir()
+        Path(second).mkdir()
+    dist.barrier()
     found = []
-    run, runner = open_runner(saving(strategies, save=f"{folder}/first"), WORKLOAD)
-    scheduler = build_scheduler(run.config, runner.store.optimizer)
+    run, runner = open_runner(strategies, WORKLOAD)
     for step in range(3):
-        plan = plan_for(run, WORKLOAD, step)
-        runner.run(plan)
-        runner.store.update(plan.num_targets, 1.0)
-        scheduler.step(increment=4)
+        run_step(runner, plan_for(run, WORKLOAD, step))
+        runner.store.optimizer.step()
     before = everything(runner)
-    of_strategies.save(run, 3, runner, scheduler, {"planner": 1})
+    state = {
+        "model": shard_files.model_state(runner),
+        "optimizer": shard_files.optimizer_state(runner),
+    }
+    dist_checkpointing.save(state, first)
     dist.barrier()
     parallel_state.destroy_model_parallel()
 
-    plain = saving(plain, save=f"{folder}/second", load=f"{folder}/first")
     distributed.initialize_groups(plain)
     model = build_model(plain, WORKLOAD.vocab_size)
-    optimizer, plain_scheduler = build_optimizer(plain, model)
-    loaded = checkpoint.load(plain, model, optimizer, plain_scheduler)
-    assert loaded is not None
-    if loaded[:2] != (3, {"planner": 1}):
-        found.append(f"resumed at {loaded[:2]}")
-    if plain_scheduler.num_steps != scheduler.num_steps:
-        found.append(f"the schedule is at {plain_scheduler.num_steps}")
+    optimizer, _ = build_optimizer(plain, model)
+
+    def described(*, is_loading: bool) -> dict[str, Any]:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        own = model.gpts[0].sharded_state_dict(metadata={"dp_cp_group": group})
+        held = optimizer.sharded_state_dict(own, is_loading=is_loading, metadata={})
+        return {"model": own, "optimizer": held}
+
+    loaded = dist_checkpointing.load(described(is_loading=True), first)
+    model.gpts[0].load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    if {group["step"] for group in optimizer.param_groups} != {3}:
+        found.append("Adam's updates are not counted on in the plain run")
     states = optimizer.chained_optimizers[0].optimizer.state
     parameters = [p for gpt in model.gpts for p in gpt.parameters()]
     mains = [getattr(p, "main_param", p) for p in parameters]
@@ -108,17 +115,18 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
         for name, array in arrays.items():
             if not np.array_equal(array, before[name][part.name].reshape(-1)[part.indices]):
                 found.append(f"{name} of {part.name} differs in the plain run")
-    checkpoint.save(plain, 3, model, optimizer, plain_scheduler, {"planner": 2})
+    dist_checkpointing.save(described(is_loading=False), second)
     dist.barrier()
     parallel_state.destroy_model_parallel()
 
-    run, runner = open_runner(saving(others, load=f"{folder}/second"), WORKLOAD)
-    scheduler = build_scheduler(run.config, runner.store.optimizer)
-    resumed = of_strategies.find(run)
-    assert resumed is not None
-    of_strategies.load(run, resumed, runner, scheduler)
-    if (resumed.iteration, resumed.planner) != (3, {"planner": 2}):
-        found.append(f"resumed at {resumed.iteration}")
+    run, runner = open_runner(others, WORKLOAD)
+    asked = {
+        "model": shard_files.model_state(runner),
+        "optimizer": shard_files.optimizer_state(runner, is_loading=True),
+    }
+    read = dist_checkpointing.load(asked, second)
+    shard_files.set_model(runner, read["model"])
+    shard_files.set_optimizer(runner, read["optimizer"])
     for name, arrays in everything(runner).items():
         for key, array in arrays.items():
             if not np.array_equal(array, before[name][key]):

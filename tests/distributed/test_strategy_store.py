@@ -10,7 +10,13 @@ from unittest import mock
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import MODELS
-from helpers.strategy_ranks import open_runner, plan_for, strategies_file, with_strategies
+from helpers.strategy_ranks import (
+    open_runner,
+    plan_for,
+    run_step,
+    strategies_file,
+    with_strategies,
+)
 from helpers.workload import make_workload
 
 from megatron_wlb.cost import Execution, Hardware, MemoryModel, load_hardware
@@ -68,11 +74,11 @@ def count(config: Config) -> Counted:
     with mock.patch.object(routes.dist, "all_to_all_single", counted):
         for step in range(len(STRATEGIES)):
             sent.clear()
-            runner.run(dataclasses.replace(plan_for(run, WORKLOAD, step), step=step))
+            run_step(runner, dataclasses.replace(plan_for(run, WORKLOAD, step), step=step))
             pulled.append(sum(sent[:num]))
             pushed.append(sum(sent[num:]))
             assert len(sent) == 2 * num
-            runner.store.update(100, 1.0)
+            runner.store.optimizer.step()
     assert all(torch.isfinite(shard).all() for shard in runner.store.weights)
     return Counted(tuple(pulled), tuple(pushed), runner.store.num_bytes, (*runner.buckets.sizes,))
 
@@ -144,7 +150,7 @@ def order_of_waits(config: Config) -> tuple[list[str], bool]:
         mock.patch.object(Pull, "wait", waiting),
         mock.patch.object(Push, "post", posting),
     ):
-        runner.run(plan)
+        run_step(runner, plan)
     try:
         with local.groups.current():
             inside = parallel_state.get_data_parallel_world_size()

@@ -95,19 +95,90 @@ def plan_for(run: Any, workload: Workload, step: int) -> StepPlan:
 
 
 def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
-    """The run of these settings and its runner."""
+    """The run of these settings and its runner, with models of megatron-core alone."""
+    import torch
     import torch.distributed as dist
+    from megatron.core import optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_wlb.planning.strategy_run import StrategyRun
-    from megatron_wlb.runtime.gpt.build import attention_options, transformer_config
+    from megatron_wlb.runtime.gpt.build import build_model
+    from megatron_wlb.runtime.ranks.hosts import Hosts
+    from megatron_wlb.runtime.stepping.step import StepRunner
+    from megatron_wlb.runtime.strategy.groups import GroupOpener
+    from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica, parameters_of
+    from megatron_wlb.runtime.strategy.runner import StrategyRunner, layout_of
     from megatron_wlb.runtime.trainer import distributed
-    from megatron_wlb.runtime.trainer.strategy_trainer import build_runner
 
     distributed.initialize_groups(config)
     corpora = corpora_of(workload)
     run = StrategyRun.of(config, corpora, dist.get_world_size())
-    kernel = attention_options(run.config, transformer_config(run.config)).kernel_name
-    return run, build_runner(run, corpora, "cpu", kernel)
+    config, opener, opened = run.config, GroupOpener(), {}
+    for replica in (r for s in run.strategies for r in s.replicas):
+        groups = opener.replica(replica)
+        if groups is None or layout_of(replica) in opened:
+            continue
+        own = run.replica_config(replica.scheme)
+        with groups.current():
+            distributed.seed(own)
+            model = build_model(own, run.vocab_size, _torch_kernel, wrapped=False)
+            runner = StepRunner.of(own, model, corpora, "cpu")
+            runner.verify_plan_interval = 0
+        opened[layout_of(replica)] = model, runner, groups
+    models = [model for model, _, _ in opened.values()]
+    training = config.training
+    initial = [[p.detach().clone() for p in parameters_of(m)] for m in models]
+    options = optimizer.OptimizerConfig(
+        optimizer="adam",
+        lr=training.lr,
+        min_lr=training.min_lr,
+        weight_decay=training.weight_decay,
+        bf16=training.bf16,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_eps,
+        clip_grad=training.clip_grad,
+    )
+    chunks = [chunk for model in models for chunk in model.chunks]
+    param_groups = optimizer._get_param_groups(chunks, options, None)
+    numbers = {id(p): n for n, group in enumerate(param_groups) for p in group["params"]}
+    shapes = [[p.shape for p in own] for own in initial]
+    dtype = torch.bfloat16 if training.bf16 else torch.float32
+    most = max((sum(s.numel() for s in own) for own in shapes), default=0)
+    arena = Arena(most, dtype, torch.device("cpu"))
+    for model, own in zip(models, shapes, strict=True):
+        arena.place(parameters_of(model), own)
+    made = StrategyRunner(
+        run.strategies,
+        {layout: LocalReplica(*opened[layout], lambda p: numbers[id(p)]) for layout in opened},
+        arena,
+        Hosts(ProcessGroupCollection.use_mpu_process_groups()),
+        config.model.num_layers,
+        config.wlb.wlb_verify_plan_interval,
+    )
+    made.store.optimize(options, param_groups)
+    return run, made
+
+
+def _torch_kernel(_name: str, demand: Any) -> Any:
+    from megatron_wlb.runtime.gpt.attention.kernels import agreed_kernel
+
+    return agreed_kernel("torch-cpu", demand)
+
+
+def run_step(runner: Any, plan: StepPlan, *, forward_only: bool = False) -> float:
+    """The loss of a step, on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_wlb.runtime.stepping.step import forward_step
+
+    reports = runner.run_schedule(plan, forward_step, forward_only=forward_only)
+    total = torch.zeros(1, dtype=torch.float64)
+    for report in reports:
+        total += report
+    dist.all_reduce(total)
+    return float(total) / plan.num_targets
 
 
 def name_of(whole: Any) -> str:
@@ -121,13 +192,10 @@ def name_of(whole: Any) -> str:
 
 def gather(runner: Any, shards: Sequence[Any]) -> State:
     """The tensors that this rank saves, by their names in the whole model."""
-    from megatron_wlb.runtime.strategy.routes import Pull
-    from megatron_wlb.runtime.strategy.shard_files import dealt, empty
+    from megatron_wlb.runtime.strategy.shard_files import gathered
 
-    pieces, routes = dealt(runner)
-    tensors = empty(pieces, runner)
-    Pull(routes, shards, tensors).finish()
-    return {name_of(p.whole): t.numpy().copy() for p, t in zip(pieces, tensors, strict=True)}
+    pairs = zip(*gathered(runner, shards), strict=True)
+    return {name_of(p.whole): t.numpy().copy() for p, t in pairs}
 
 
 def set_weights(runner: Any, state: State) -> None:
@@ -152,20 +220,20 @@ def train(
     from megatron_wlb.runtime.stepping.optimizer import build_scheduler
 
     run, runner = open_runner(config, workload)
-    scheduler = build_scheduler(run.config, runner.store.optimizer)
+    optimizer = runner.store.optimizer
+    scheduler = build_scheduler(run.config, optimizer)
     set_weights(runner, initial)
     losses, evaluated, norms, gradients = [], [], [], []
     with fault(runner):
         for step in range(len(workload.steps)):
             plan = plan_for(run, workload, step)
-            losses.append(runner.run(plan).mean)
+            losses.append(run_step(runner, plan))
             kept = [g.clone() for g in runner.store.gradients]
             with torch.no_grad():
-                evaluated.append(runner.run(plan, forward_only=True).mean)
+                evaluated.append(run_step(runner, plan, forward_only=True))
             assert all(map(torch.equal, kept, runner.store.gradients))
-            gradients.append(gather(runner, [g / plan.num_targets for g in kept]))
-            norm = runner.store.update(plan.num_targets, config.training.clip_grad)
-            norms.append(norm.item())
+            gradients.append(gather(runner, kept))
+            norms.append(float(optimizer.step()[1]))
             scheduler.step(increment=config.training.global_batch_size)
     return StrategyRecord(
         tuple(losses),

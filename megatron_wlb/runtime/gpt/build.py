@@ -367,9 +367,12 @@ def attention_options(
 
 def has_head_start(model: Model) -> bool:
     """Whether any layer may begin with near keys."""
+    return any(layer.options.head_start_bytes is not None for layer in _document_layers(model))
+
+
+def _document_layers(model: Model) -> list[DocumentAttention]:
     modules = (module for chunk in model.chunks for module in chunk.modules())
-    layers = (module for module in modules if isinstance(module, DocumentAttention))
-    return any(layer.options.head_start_bytes is not None for layer in layers)
+    return [module for module in modules if isinstance(module, DocumentAttention)]
 
 
 def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
@@ -380,8 +383,7 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
     kernel that was asked for stays. So does the present one, with a warning, where the
     checkpoint's cannot run.
     """
-    modules = [module for chunk in model.chunks for module in chunk.modules()]
-    layers = [module for module in modules if isinstance(module, DocumentAttention)]
+    layers = _document_layers(model)
     # A pipeline stage may have none.
     present: str = next(
         filter(None, of_all_ranks(layers[0].options.kernel_name if layers else None))
@@ -391,18 +393,26 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
     try:
         options = attention_options(config, model.config, lambda _, d: choose_kernel(saved, d))
     except CompatibilityError as error:
-        logger.warning(
-            "the checkpoint's steps ran attention kernel %s, which is not to be had here (%s): "
-            "steps differ in rounding from here on",
-            saved,
-            error,
-        )
+        tell_other_kernel(saved, error)
         return present
-    for layer in layers:
-        # All that depends on the kernel; a layer keeps what it gathers by its own recomputation.
-        layer.options = replace(options, keep_gathered=layer.options.keep_gathered)
+    use_kernel(model, options)
     logger.info("attention kernel: %s in place of %s, as in the checkpoint", saved, present)
     return saved
+
+
+def use_kernel(model: Model, options: AttentionOptions) -> None:
+    """Lets all layers attend so; a layer keeps what it gathers by its own recomputation."""
+    for layer in _document_layers(model):
+        layer.options = replace(options, keep_gathered=layer.options.keep_gathered)
+
+
+def tell_other_kernel(saved: str | None, error: CompatibilityError) -> None:
+    logger.warning(
+        "the checkpoint's steps ran attention kernel %s, which is not to be had here (%s): steps "
+        "differ in rounding from here on",
+        saved,
+        error,
+    )
 
 
 def build_model(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.core import AttentionOptions
-from megatron_wlb.runtime.gpt.attention.kernels import choose_kernel
+from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
 from megatron_wlb.runtime.gpt.build import (
     BATCH_P2P_SYNC,
@@ -38,13 +38,19 @@ from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.settings.config import Config
 
 
-def install(patches: PatchSet, settings: Config) -> None:
-    """Makes models that are built from now on attend inside documents."""
+def install(
+    patches: PatchSet,
+    settings: Config,
+    choose: Callable[[str, Demand], ChosenKernel] = choose_kernel,
+) -> None:
+    """Makes models that are built from now on attend inside documents; ``choose`` is as in
+    :func:`.attention_options`.
+    """
     build = GPTModel.__init__
     make_norm = WrappedTorchNorm.__new__
     # Ranks agree once, before their first chunks: while Megatron builds chunks it exchanges tied
     # embeddings, and ranks that wait there could not agree with those that build another chunk.
-    choose = functools.cache(choose_kernel)
+    choose = functools.cache(choose)
 
     @functools.wraps(build)
     def __init__(

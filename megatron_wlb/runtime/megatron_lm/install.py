@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.planning import guards as layout_guards
+from megatron_wlb.planning import strategy_run
 from megatron_wlb.runtime.compat import script, targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
@@ -23,7 +24,6 @@ from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.gpt import prediction
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
-    chunks,
     cpu,
     fsdp,
     log,
@@ -32,6 +32,7 @@ from megatron_wlb.runtime.megatron_lm import (
     schedule,
 )
 from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.megatron_lm.strategy_session import StrategySession
 from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.ranks import agreement, watchdog
 from megatron_wlb.runtime.saving.checkpoint import lock_folder
@@ -117,10 +118,14 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     args.wlb_packing = config.wlb.wlb_packing
     if config.wlb.wlb_loss is not None:
         load_loss(config.wlb.wlb_loss)
-    layout_guards.check(config, args.world_size)
-    layout_guards.check_micro_batches(config, args.world_size)
+    num_ranks = args.world_size
+    if config.wlb.wlb_strategies is not None:
+        strategy_run.check(config)
+        num_ranks = 1  # replicas run as many micro-batches as they like
+    layout_guards.check(config, num_ranks)
+    layout_guards.check_micro_batches(config, num_ranks)
     if args.eval_iters:
-        layout_guards.check_evaluation(arguments.of_evaluation(args, config), args.world_size)
+        layout_guards.check_evaluation(arguments.of_evaluation(args, config), num_ranks)
     check_checkpoints(
         args.use_distributed_optimizer,
         None if args.no_save_optim else args.save,
@@ -156,10 +161,11 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
         last = args.world_size - 1  # it knows the loss, and may be on another machine than rank 0
         check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics), last)
     watchdog.watch(config.wlb.wlb_hang_seconds, end)
-    _session = Session(config, args, training.num_floating_point_operations)
+    kind = Session if config.wlb.wlb_strategies is None else StrategySession
+    _session = kind(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
-    chunks.install(_patches, config)
+    _session.install(_patches)
     fsdp.install(_patches, args)
     skip = functools.partial(schedule.skip_step, _session)
     _patches.replace(training, "dummy_train_step", skip)

@@ -123,7 +123,8 @@ class Log:
         figures = self.figures(step, stop_s)
         self._plot(figures, iteration)
         mean = math.nan if loss is None else loss.item()
-        self._metrics.write({"iteration": iteration, "loss": mean, **numbers, **figures})
+        named = {"strategy": str(step.plan.strategy)} if step.plan.strategy else {}
+        self._metrics.write({"iteration": iteration, "loss": mean, **numbers, **figures, **named})
         if is_said:
             self._say(step.plan, figures)
 
@@ -156,13 +157,21 @@ class Log:
         }
         if self._knows_machine:
             figures["mfu"] = tflops_per_device / self._peak_tflops
-        if self._knows_machine or session.config.wlb.wlb_cost != "analytic":
+        knows_costs = self._knows_machine or session.config.wlb.wlb_cost != "analytic"
+        if knows_costs and session.cost is not None:
             figures["predicted_ms"] = self.predicted_us(plan) / 1e3
-        if session.model.groups.cp.size() > 1:
+        if self._divides(plan):
             num_micro_batches = sum(plan.shardings.values())
             for kind, number in sorted(plan.shardings.items()):
                 figures[f"sharding_{kind}"] = number / num_micro_batches
         return figures
+
+    def _divides(self, plan: StepPlan) -> bool:
+        """Whether micro-batches are divided over context-parallel ranks."""
+        strategy = plan.strategy
+        if strategy is None:
+            return bool(self.session.model.groups.cp.size() > 1)
+        return any(replica.scheme.cp_size > 1 for replica in strategy.replicas)
 
     def predicted_us(self, plan: StepPlan) -> float:
         """Predicts both passes of the slowest data-parallel rank by a replay.
@@ -175,6 +184,7 @@ class Log:
         layers = [*p.split.layers(model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)]
         layers[-1] += model.mtp_num_layers or 0
         shares = [num / sum(layers) for num in layers]
+        assert self.session.cost is not None, "strategies are predicted as they are chosen"
         stages = StageCosts.shared(self.session.cost, shares)
         return slowest_us(plan, stages, parallelism(self.session.config), self.session.experts)
 
@@ -208,10 +218,11 @@ class Log:
         from megatron.training import print_rank_last
 
         shardings = ""
-        if self.session.model.groups.cp.size() > 1:
+        if self._divides(plan):
             counts = (f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))
             shardings = f"sharding: {', '.join(counts)} | "
         merged = predicted = mfu = ""
+        strategy = f"{plan.strategy} | " if plan.strategy else ""
         if "merged_documents" in figures:
             merged = f"merged: {figures['merged_documents']} documents | "
         if "predicted_ms" in figures:
@@ -220,7 +231,7 @@ class Log:
             of = self.session.config.wlb.wlb_hardware
             mfu = f" MFU (of {of}): {100 * figures['mfu']:.1f} % |"
         print_rank_last(
-            f" wlb {plan.packing} | {shardings}{merged}tokens: {plan.num_tokens} | "
+            f" wlb {plan.packing} | {strategy}{shardings}{merged}tokens: {plan.num_tokens} | "
             f"padding: {plan.padding_tokens} | "
             f"imbalance (predicted): {plan.imbalance:.4f} | delay (steps): {plan.delay_steps:.3f} "
             f"| waiting: {plan.num_waiting} documents, {plan.waiting_tokens} tokens | step (ms): "

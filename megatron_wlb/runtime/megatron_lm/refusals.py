@@ -63,8 +63,8 @@ class Refusal:
             value = " ".join(map(str, value))
         return self.flag if isinstance(value, bool) or value is None else f"{self.flag} {value}"
 
-    def message(self, args: argparse.Namespace) -> str:
-        return f"{self.given(args)} does not work with --wlb-packing: {self.reason}; {self.remedy}"
+    def message(self, args: argparse.Namespace, ours: str = "--wlb-packing") -> str:
+        return f"{self.given(args)} does not work with {ours}: {self.reason}; {self.remedy}"
 
 
 def _has_chunks(args: argparse.Namespace) -> bool:
@@ -304,13 +304,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--wlb-epochs", "Megatron's loop ends by steps", "use --train-iters or --train-samples"
     ),
-    Refusal(
-        "--wlb-strategies",
-        "Megatron's training loop has one model, one set of process groups and one optimizer "
-        "(DistributedOptimizer or not) a rank for all steps, and strategies have others in each "
-        "step",
-        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/strategies.md)",
-    ),
     # Checkpoints.
     Refusal(
         "--override-ckpt-iteration", "which documents were trained is known of the saved step",
@@ -338,6 +331,40 @@ OF_PACKINGS: dict[str, tuple[Refusal, ...]] = {
     ),
 }
 """Flags that cannot run with some packings, by what these cannot run with."""
+
+_IN_STORE = "weights and optimizer state are in a store that is sharded over all ranks"
+_OWN_STEPS = "a step's documents are those of a batch of one size"
+
+OF_STRATEGIES: tuple[Refusal, ...] = (
+    Refusal("--ckpt-format", "checkpoints know no layout", "use torch_dist", ("torch_dist",)),
+    Refusal("--use-torch-fsdp2", _IN_STORE),
+    Refusal("--use-precision-aware-optimizer", _IN_STORE),
+    Refusal("--optimizer-cpu-offload", _IN_STORE),
+    Refusal("--optimizer", _IN_STORE, "use adam or sgd", ("adam", "sgd")),
+    Refusal("--init-model-with-meta-device", _IN_STORE),
+    Refusal("--fp8-param-gather", _IN_STORE),
+    Refusal("--check-weight-hash-across-dp-replicas-interval", _IN_STORE),
+    Refusal("--save-wgrads-interval", _IN_STORE),
+    Refusal("--save-params-interval", _IN_STORE),
+    Refusal("--freeze-all-layers", "nothing would be trained"),
+    Refusal("--rampup-batch-size", _OWN_STEPS),
+    Refusal("--step-batch-size-schedule", _OWN_STEPS),
+    Refusal("--decrease-batch-size-if-needed", _OWN_STEPS),
+    Refusal("--moe-use-upcycling", "it needs layers of one layout", "upcycle in a run without it"),
+    Refusal(
+        "--moe-router-enable-expert-bias",
+        "biases of experts are no parameters, which the store "
+        "would keep, and count the tokens of all replicas",
+    ),
+)
+"""Flags that cannot run with ``--wlb-strategies``."""
+
+STORED: tuple[Refusal, ...] = (
+    Refusal("--use-distributed-optimizer", _IN_STORE),
+    Refusal("--overlap-grad-reduce", "gradients go to the store layer by layer already"),
+    Refusal("--overlap-param-gather", "weights come from the store layer by layer already"),
+)
+"""Flags without effect there, which are turned off."""
 
 NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--reset-position-ids", "positions start anew in each document already"),
@@ -426,7 +453,7 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
     remedy.
     """
     refuse_all([*_refusals(args), *others])
-    for ignored in NO_EFFECT:
+    for ignored in (*NO_EFFECT, *(STORED if _has_strategies(args) else ())):
         if ignored.applies(args):
             logger.warning(
                 "%s has no effect with --wlb-packing: %s", ignored.given(args), ignored.reason
@@ -444,6 +471,10 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     yield from (refusal.message(args) for refusal in REFUSALS if refusal.applies(args))
     yield from of_packing(args, getattr(args, "wlb_packing", None))
+    if _has_strategies(args):
+        yield from (
+            one.message(args, "--wlb-strategies") for one in OF_STRATEGIES if one.applies(args)
+        )
     if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
         yield (  # Words have those that were given
             "--eval-interval is missing, by which Megatron-LM counts evaluations, though there be "
@@ -475,6 +506,10 @@ def _shards(args: argparse.Namespace) -> int:
     return size
 
 
+def _has_strategies(args: argparse.Namespace) -> bool:
+    return getattr(args, "wlb_strategies", None) is not None
+
+
 def turn_off(args: argparse.Namespace) -> None:
     """Turns off what has no effect but would fail; :func:`check` has told of it.
 
@@ -484,6 +519,8 @@ def turn_off(args: argparse.Namespace) -> None:
     for name, value in _TURNED_OFF.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    if _has_strategies(args):
+        vars(args).update(dict.fromkeys((one.name for one in STORED), False))
     if _gathers_tokens(args):
         args.moe_token_dispatcher_type = "alltoall"
     if getattr(args, "multi_latent_attention", False):

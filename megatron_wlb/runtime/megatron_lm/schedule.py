@@ -62,7 +62,8 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
             now_s = time.monotonic()
             session.step = RunningStep(plan, now_s, now_s)
         own = len(plan.micro_batches[0])
-        if own != num_microbatches and not numbers_by_step(session.config.wlb):
+        varies = plan.strategy is not None or numbers_by_step(session.config.wlb)
+        if own != num_microbatches and not varies:
             raise PlanError(
                 f"step {plan.step}: the plan has {own} micro-batches a rank, Megatron runs "
                 f"{num_microbatches}; resume with the batch flags of the checkpoint"

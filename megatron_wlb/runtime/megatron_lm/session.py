@@ -34,11 +34,13 @@ from megatron_wlb.planning.from_config import (
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.packing import simulates
 from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.build import Model, require_layers, settle_kernel
 from megatron_wlb.runtime.measuring.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
+from megatron_wlb.runtime.megatron_lm.chunks import install as install_chunks
 from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
 from megatron_wlb.runtime.megatron_lm.conversations import with_conversations
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
@@ -116,13 +118,20 @@ class Session:
     runner: StepRunner = field(init=False)
     kernel: str = field(init=False)
     """The name of the attention kernel."""
-    cost: Cost = field(init=False)
-    """All three set when the data are opened, before training."""
+    cost: Cost | None = field(init=False)
+    """All three set when the data are opened, before training. Strategies have a cost each."""
     experts: ExpertGroups | None = None
     """The replicas that exchange tokens with experts, from then on."""
     _plans: PlanAhead | None = None
     _chunks: Sequence[torch.nn.Module] | None = None
-    _samples: Sequence[str] = ()
+
+    def install(self, patches: PatchSet) -> None:
+        """Lets what Megatron builds attend inside documents."""
+        install_chunks(patches, self.config)
+
+    @cached_property
+    def device(self) -> str:
+        return "cpu" if cpu.installed() else "cuda"
 
     @cached_property
     def flops(self) -> DocumentFlops:
@@ -156,23 +165,17 @@ class Session:
             CheckpointError: the loaded state is of other data, packing or number of micro-batches.
         """
         args = self.args
-        corpora = self._corpora()
-        self._samples = corpora.samples
-        device = "cpu" if cpu.installed() else "cuda"
-        self.runner = StepRunner.of(self.config, self.model, corpora, device)
+        corpora = self.corpora
+        self._settle((self.restored or {}).get("kernel"))
         hosts = self.runner.hosts
         hosts.compare("at the start", of_corpora(corpora))
-        dp_size = self.model.groups.dp.size()
-        self.kernel = settle_kernel(self.config, self.model, (self.restored or {}).get("kernel"))
-        self.cost = self._make_cost()
-        allocator.tell(device)
+        allocator.tell(self.device)
         training = None
         if not args.skip_train:
-            planner = make_planner(self.config, corpora, self.cost, dp_size)
-            if device == "cuda":
+            planner = self._planner()
+            if self.device == "cuda":
                 has = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
                 tell_memory(self.config, has / GIB)
-            self.experts = planner.experts
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
                 require_same_tokens(corpora, self.restored.get("samples"))
@@ -180,14 +183,11 @@ class Session:
                 tell_changes(self.config, saved, machine, *self.compared)
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
-                    "documents go on after step %d: %d wait",
-                    planner.step,
-                    len(planner.packer.waiting),
+                    "documents go on after step %d: %d wait", planner.step, planner.num_waiting
                 )
             state = planner.state_dict()
             hosts.compare(
-                "after the start",
-                of_state(args.iteration, self.kernel, self.cost.as_dict(), state),
+                "after the start", of_state(args.iteration, self.kernel, self._cost_dict(), state)
             )
             self.ledger = open_ledger(
                 self.config, args.save, args.load, args.iteration, planner, corpora.vocab_size
@@ -198,9 +198,7 @@ class Session:
         for split in SPLITS[1:]:
             plans = None
             if args.eval_iters and corpora.num_documents(split):
-                config = of_evaluation(args, self.config)
-                planner = make_evaluation_planner(config, corpora, self.cost, dp_size, split)
-                plans = _evaluation_plans(planner, args.eval_iters)
+                plans = _evaluation_plans(self._evaluation_planner(split), args.eval_iters)
             elif args.eval_iters and split == "valid":
                 raise ConfigError(
                     f"--eval-iters is {args.eval_iters}, but no documents are for validation; "
@@ -209,6 +207,26 @@ class Session:
             evaluations.append(plans)
         return (training, *evaluations)
 
+    def _settle(self, kernel: str | None) -> None:
+        """Makes the runner, and settles kernel and cost; ``kernel`` is the loaded checkpoint's."""
+        self.runner = StepRunner.of(self.config, self.model, self.corpora, self.device)
+        self.kernel = settle_kernel(self.config, self.model, kernel)
+        self.cost = self._make_cost()
+
+    def _planner(self) -> Any:
+        """What plans the training steps, before the first one."""
+        planner = make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
+        self.experts = planner.experts
+        return planner
+
+    def _evaluation_planner(self, split: str) -> Any:
+        config = of_evaluation(self.args, self.config)
+        dp_size = self.model.groups.dp.size()
+        return make_evaluation_planner(config, self.corpora, self.cost, dp_size, split)
+
+    def _cost_dict(self) -> dict[str, Any] | None:
+        return None if self.cost is None else self.cost.as_dict()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of ours, JSON-able and equal on all ranks."""
         assert self._plans is not None
@@ -216,9 +234,9 @@ class Session:
         return {
             "version": 1,
             "planner": self._plans.state_dict() | self.ledger.under_way(plan),
-            "cost": self.cost.as_dict(),
+            "cost": self._cost_dict(),
             "machine": machine_digest(self.config),
-            "samples": self._samples,
+            "samples": self.corpora.samples,
             "kernel": self.kernel,
             "totals": asdict(self.totals),
             "plan_digest": None if plan is None else plan.digest,
@@ -254,7 +272,8 @@ class Session:
             self.step = RunningStep(plan, asked, time.monotonic())
             yield plan
 
-    def _corpora(self) -> Corpora:
+    @cached_property
+    def corpora(self) -> Corpora:
         """The blends that Megatron's arguments name, or mock data, of its vocabulary."""
         from megatron.training.global_vars import get_tokenizer
         from megatron.training.utils import get_blend_and_blend_per_split
@@ -287,7 +306,7 @@ class Session:
         return with_middles(corpora, self.args, tokenizer, self.config.training.seed)
 
     def _make_cost(self) -> Cost:
-        if self.restored is not None:
+        if self.restored is not None and self.restored["cost"] is not None:
             # Not made anew: another cost would make other plans.
             return cost_from_dict(self.restored["cost"])
         cost = known_cost(self.config, self.args.padded_vocab_size)

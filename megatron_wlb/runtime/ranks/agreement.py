@@ -224,7 +224,7 @@ def of_corpora(corpora: Corpora) -> dict[str, str]:
 
 
 def of_state(
-    iteration: int, kernel: str, cost: Mapping[str, Any], planner: Mapping[str, Any]
+    iteration: int, kernel: str, cost: Mapping[str, Any] | None, planner: Mapping[str, Any]
 ) -> dict[str, str]:
     """What a run begins or goes on with, once it has loaded its checkpoint, if there is one."""
     return {

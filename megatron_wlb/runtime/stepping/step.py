@@ -236,10 +236,17 @@ class StepRunner:
         return StepLoss(main, plan.num_targets, tuple(further))
 
     def run_schedule(
-        self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
+        self,
+        plan: StepPlan,
+        forward_step: ForwardStep,
+        *,
+        forward_only: bool,
+        step: StepPlan | None = None,
+        **options: Any,
     ) -> list[Any]:
         """Runs the schedule on this rank's micro-batches; what their losses report, on the last
-        stage. ``options`` go to the schedule.
+        stage. ``step`` is all that is trained at once, if that is more than the plan; ``options``
+        go to the schedule.
 
         Raises :class:`PlanError` as :meth:`run`.
         """
@@ -251,7 +258,7 @@ class StepRunner:
         dp_rank, label = model.groups.dp.rank(), f"{what} {plan.step}"
         micro_batches = plan.micro_batches[dp_rank]
         lengths = [m.padded_length // self._num_shards(m) for m in micro_batches]
-        self.batches.begin(plan)
+        self.batches.begin(step or plan)
         self.batches.has_head_start = has_head_start(self.model)
         self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]

@@ -1,7 +1,7 @@
 """The order of elements in the store, and who keeps which.
 
-The tensors of a layer are a *bucket* (:mod:`megatron_wlb.plan.strategy.store`): those with weight
-decay first. Each is divided as finely as any strategy divides it, and stands part by part: so what
+The tensors of a layer are a *bucket* (:mod:`megatron_wlb.plan.strategy.store`), by their groups of
+parameters. Each is divided as finely as any strategy divides it, and stands part by part: so what
 a tensor-parallel rank needs is a run of elements. Every rank keeps a contiguous shard of each
 bucket.
 """
@@ -51,16 +51,16 @@ class Buckets:
             axis = piece.axis if piece.parts > 1 else axis
             finest[piece.whole] = axis, math.lcm(parts, piece.parts)
         self.sizes = [0] * num_buckets
-        self.decayed = [0] * num_buckets
-        """Elements of each bucket with weight decay, which come first."""
+        num_groups = max((whole.group for whole in finest), default=0) + 1
+        self.ends = [[0] * num_groups for _ in range(num_buckets)]
+        """Where the elements of each group end in each bucket."""
         self._places: dict[WholeTensor, _Place] = {}
-        order = sorted(finest.items(), key=lambda one: (not one[0].decays, one[0].key))
+        order = sorted(finest.items(), key=lambda one: (one[0].group, one[0].key, one[0].stack))
         for whole, (axis, parts) in sorted(order, key=lambda one: one[0].bucket):
             bucket = whole.bucket
             self._places[whole] = _Place(self.sizes[bucket], axis, parts)
             self.sizes[bucket] += whole.num_elements
-            if whole.decays:
-                self.decayed[bucket] = self.sizes[bucket]
+            self.ends[bucket][whole.group :] = [self.sizes[bucket]] * (num_groups - whole.group)
 
     def shard(self, bucket: int, rank: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a bucket that a rank keeps."""

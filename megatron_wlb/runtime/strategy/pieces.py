@@ -6,10 +6,11 @@ needs to be known here by its name, but for the bucket that it goes to.
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -17,6 +18,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.build import Model
+
+GroupOf: TypeAlias = Callable[[torch.nn.Parameter], int]
+"""The number of a parameter's group."""
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?")
 
@@ -33,8 +37,9 @@ class WholeTensor:
     bucket: int
     """The layer with which it is stored: the embedding is with the first, final norm and LM head
     are with the last."""
-    decays: bool
-    """Whether weight decay is for it: not for biases and norms, as in Megatron."""
+    group: int
+    """The number of its group of parameters, which have learning rate and weight decay in common.
+    """
     any_size: bool
     """Whether checkpoints may hold more or fewer rows of it: a padded vocabulary."""
 
@@ -76,7 +81,7 @@ class Held:
     gradient: torch.Tensor
 
 
-def held_pieces(model: Model, num_layers: int) -> list[Held]:
+def held_pieces(model: Model, num_layers: int, group_of: GroupOf) -> list[Held]:
     """Lists what this rank's chunks hold; parameters have a ``main_grad`` of their own shape.
 
     Raises :class:`CompatibilityError` for a tensor that is divided in a way not known here.
@@ -89,7 +94,7 @@ def held_pieces(model: Model, num_layers: int) -> list[Held]:
             if isinstance(shard, ShardedTensor):
                 at = shard.data.data_ptr()
                 owner = by_storage[max(start for start in starts if start <= at)]
-                found.append(_held(shard, owner, num_layers))
+                found.append(_held(shard, owner, num_layers, group_of(owner)))
     return found
 
 
@@ -102,13 +107,20 @@ def empty_objects(model: Model) -> list[EmptyObject]:
     for gpt in model.gpts:
         for one in _described(model, gpt):
             if isinstance(one, ShardedObject):
-                if one.data is not None:
+                if not _is_empty(one.data):
                     raise CompatibilityError(
                         f"{one.key} holds {type(one.data).__name__}; the store of strategies saves "
-                        "tensors alone: use --transformer-impl local"
+                        "tensors alone: leave --fp8-format out, or use --fp8-recipe tensorwise"
                     )
                 found.append(EmptyObject(one.key, one.global_shape, one.global_offset))
     return found
+
+
+def _is_empty(data: Any) -> bool:
+    """Whether a layer's own state is none; TransformerEngine's without FP8 is an empty tensor."""
+    if isinstance(data, io.BytesIO):
+        return not data.getbuffer().nbytes
+    return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def _described(model: Model, gpt: Any) -> Iterator[Any]:
@@ -118,7 +130,7 @@ def _described(model: Model, gpt: Any) -> Iterator[Any]:
     yield from nested_values(state)
 
 
-def _held(shard: Any, parameter: Any, num_layers: int) -> Held:
+def _held(shard: Any, parameter: Any, num_layers: int, group: int) -> Held:
     stacked = shard.prepend_axis_num
     parts = tuple(shard.axis_fragmentations[stacked:])
     axes = [axis for axis, num in enumerate(parts) if num > 1]
@@ -135,7 +147,7 @@ def _held(shard: Any, parameter: Any, num_layers: int) -> Held:
         tuple(shard.global_shape[:stacked]),
         tuple(shard.global_shape[stacked:]),
         _bucket(shard.key, shard.global_offset[:stacked], num_layers),
-        parameter.ndim > 1,
+        group,
         shard.allow_shape_mismatch,
     )
     tied, tp_rank, dp_rank = shard.replica_id

@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core import tensor_parallel
 
-from megatron_wlb.plan import ReplicaPlan, StepPlan
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.gpt.build import Model
-from megatron_wlb.runtime.stepping.step import StepRunner, forward_step
+from megatron_wlb.runtime.stepping.step import ForwardStep, StepRunner
 from megatron_wlb.runtime.strategy.groups import ReplicaGroups
 from megatron_wlb.runtime.strategy.pieces import (
     EmptyObject,
+    GroupOf,
     Held,
     Piece,
     empty_objects,
@@ -25,30 +28,37 @@ from megatron_wlb.runtime.strategy.routes import Pull, Push
 class Arena:
     """The weights and gradients of whichever replica a rank runs: memory of the largest."""
 
-    def __init__(self, models: Sequence[Model], dtype: torch.dtype, device: torch.device) -> None:
-        most = max((_num_elements(model) for model in models), default=0)
-        self.weights = torch.zeros(most, dtype=dtype, device=device)
-        self.gradients = torch.zeros(most, device=device)
+    def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.weights = torch.zeros(num_elements, dtype=dtype, device=device)
+        self.gradients = torch.zeros(num_elements, device=device)
 
-    def place(self, model: Model) -> None:
-        """Lets a model's parameters and their ``main_grad`` be parts of this memory."""
+    def place(self, parameters: Sequence[Any], shapes: Sequence[torch.Size]) -> None:
+        """Lets a model's parameters, and their ``main_grad``, be parts of this memory."""
         offset = 0
-        for parameter in _parameters(model):
-            part = slice(offset, offset + parameter.numel())
-            parameter.data = self.weights[part].view(parameter.shape)
-            parameter.main_grad = self.gradients[part].view(parameter.shape)
-            offset += parameter.numel()
+        for parameter, shape in zip(parameters, shapes, strict=True):
+            part = slice(offset, offset + shape.numel())
+            parameter.data = self.weights[part].view(shape)
+            parameter.main_grad = self.gradients[part].view(shape)
+            offset += shape.numel()
 
 
 class LocalReplica:
     """What a rank has of one replica. Its parameters must be placed in an arena."""
 
-    def __init__(self, model: Model, runner: StepRunner, groups: ReplicaGroups) -> None:
+    def __init__(
+        self,
+        model: Model,
+        runner: StepRunner,
+        groups: ReplicaGroups,
+        group_of: GroupOf,
+        seed: int = 0,
+    ) -> None:
         self.model = model
+        self._seed = seed
         self.runner = runner
         self.groups = groups
         with groups.current():
-            self.held: list[Held] = held_pieces(model, model.config.num_layers)
+            self.held: list[Held] = held_pieces(model, model.config.num_layers, group_of)
             self.objects: list[EmptyObject] = empty_objects(model)
         self.pull: Pull | None = None
         """What the forward passes of the present step wait for."""
@@ -61,7 +71,7 @@ class LocalReplica:
             for module in _units(gpt):
                 needed = sorted({bucket_of[id(p)] for p in module.parameters()})
                 module.register_forward_pre_hook(self._waits_for(needed))
-        for parameter in _parameters(model):
+        for parameter in parameters_of(model):
             hook = self._adds_to(bucket_of[id(parameter)])
             parameter.register_post_accumulate_grad_hook(hook)
 
@@ -70,24 +80,45 @@ class LocalReplica:
         return [held.piece for held in self.held]
 
     def run(
-        self, plan: StepPlan, own: ReplicaPlan, pull: Pull, push: Push | None
-    ) -> torch.Tensor | float:
-        """Runs the replica's schedule; returns this rank's part of the sum of losses.
+        self,
+        step: StepPlan,
+        number: int,
+        forward_step: ForwardStep,
+        pull: Pull,
+        push: Push | None,
+        **options: Any,
+    ) -> list[Any]:
+        """Runs the schedule of the ``number``-th replica of a step's strategy; what the losses
+        report whose part of the sum is this rank's.
 
         Weights are waited for layer by layer, and gradients are pushed, if that is wanted, layer by
         layer as the last backward pass is done with them.
         """
-        alone = StepPlan(plan.step, plan.packing, (own.micro_batches,), 0, 0)
         self.pull, self._push = pull, push
-        num = len(own.micro_batches)
+        plan = step.alone(number)
+        num = len(plan.micro_batches[0])
         self._missing = Counter({bucket: num * n for bucket, n in self._buckets.items()})
         for chunk in self.model.chunks:
             chunk.train(push is not None)
         with self.groups.current():
-            reports = self.runner.run_schedule(alone, forward_step, forward_only=push is None)
+            self._begin_streams(plan.step, number)
+            reports = self.runner.run_schedule(
+                plan, forward_step, forward_only=push is None, step=step, **options
+            )
             is_counted = self.model.groups.tp.rank() == 0
         self.pull = self._push = None
-        return sum(reports) if is_counted and reports else 0.0
+        return reports if is_counted else []
+
+    def _begin_streams(self, step: int, number: int) -> None:
+        """Starts the streams of random numbers anew, so that what a step drops depends on the step
+        and its replica, and not on the layouts of steps before. Tensor-parallel ranks have those of
+        one seed, as Megatron asks for; others have their own.
+        """
+        groups = self.model.groups
+        place = (self._seed, step, number, groups.pp.rank(), groups.cp.rank())
+        seed = int(np.random.SeedSequence(place).generate_state(1)[0] >> 1)
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _waits_for(self, buckets: Sequence[int]) -> Any:
         def wait(_module: Any, _given: Any) -> None:
@@ -115,14 +146,10 @@ class LocalReplica:
 
 def _units(gpt: Any) -> list[torch.nn.Module]:
     """The modules of a chunk that have parameters of one bucket each."""
-    ends = (gpt, "embedding"), (gpt.decoder, "final_layernorm"), (gpt, "output_layer")
+    ends = (gpt, "embedding"), (gpt.decoder, "final_layernorm"), (gpt, "output_layer"), (gpt, "mtp")
     units = [*gpt.decoder.layers, *(getattr(owner, name, None) for owner, name in ends)]
     return [unit for unit in units if unit is not None]
 
 
-def _parameters(model: Model) -> list[Any]:
+def parameters_of(model: Model) -> list[Any]:
     return [parameter for gpt in model.gpts for parameter in gpt.parameters()]
-
-
-def _num_elements(model: Model) -> int:
-    return sum(parameter.numel() for parameter in _parameters(model))

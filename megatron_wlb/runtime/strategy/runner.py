@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,13 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.strategy.layout import Replica, Strategy
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
-from megatron_wlb.runtime.ranks.transfer import HostCopy, of_all_ranks
-from megatron_wlb.runtime.stepping.step import StepLoss
+from megatron_wlb.runtime.ranks.transfer import of_all_ranks
+from megatron_wlb.runtime.stepping.step import ForwardStep
 from megatron_wlb.runtime.strategy.buckets import Buckets
 from megatron_wlb.runtime.strategy.pieces import Piece, whole_pieces
 from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
 from megatron_wlb.runtime.strategy.routes import Pull, Push, Routes
 from megatron_wlb.runtime.strategy.store import Store
-from megatron_wlb.settings.megatron import TrainingConfig
 
 Layout = tuple[object, tuple[int, ...]]
 """Scheme and ranks: what models depend on."""
@@ -54,7 +54,6 @@ class StrategyRunner:
         replicas: dict[Layout, LocalReplica],
         arena: Arena,
         hosts: Hosts,
-        training: TrainingConfig,
         num_layers: int,
         verify_plan_interval: int = 1,
     ) -> None:
@@ -72,7 +71,7 @@ class StrategyRunner:
         own_objects = {one for local in replicas.values() for one in local.objects}
         self.objects = sorted(set().union(*of_all_ranks(own_objects)))
         """What checkpoints hold besides."""
-        self.store = Store(self.buckets, training, arena.gradients.device)
+        self.store = Store(self.buckets, arena.gradients.device)
         self._links = {}
         for strategy in strategies:
             users: list[list[Piece]] = [[] for _ in range(world)]
@@ -116,8 +115,17 @@ class StrategyRunner:
         local, self._last = self._last, None
         return None if local is None else local.runner.take_reads()
 
-    def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
-        """Runs forward (and backward) of one step; gradients are left in the store, summed.
+    @property
+    def dtype(self) -> torch.dtype:
+        """What passes run with."""
+        return self._arena.weights.dtype
+
+    def run_schedule(
+        self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
+    ) -> list[Any]:
+        """Runs forward (and backward) of one step, as :meth:`StepRunner.run_schedule`; what the
+        losses report whose part of the sum is this rank's. Gradients are left in the store, divided
+        by the number of targets.
 
         Ranks with nothing to run take part in the exchange. Raises :class:`PlanError` where ranks
         disagree, or for a strategy that this run has not.
@@ -142,13 +150,13 @@ class StrategyRunner:
             self._arena.gradients.zero_()
             self.store.forget_gradients()
             push = Push(links.push, adding)
-        total = torch.zeros(1, dtype=torch.float64, device=self._arena.gradients.device)
-        own = None if links.number is None else plan.replica_plans[links.number]
-        if local is not None and own is not None and own.micro_batches:
-            total += local.run(plan, own, pull, push)
+        reports: list[Any] = []
+        number = links.number
+        if local is not None and number is not None and plan.micro_batches[number]:
+            reports = local.run(plan, number, forward_step, pull, push, **options)
             self._last = local
         pull.finish()
         if push is not None:
             push.finish(self.store.gradients)
-        dist.all_reduce(total)
-        return StepLoss(HostCopy(total), plan.num_targets)
+            self.store.divide_gradients(plan.num_targets)
+        return reports

@@ -1,107 +1,109 @@
-"""Checkpoints of the store, in the form that runs without strategies save and load.
+"""The store in the form in which Megatron saves a model and its optimizer undivided.
 
-The tensors of the whole model are dealt out to ranks. Each gathers its own from the shards and
-saves them undivided; Megatron's distributed format loads any part of them. So a checkpoint knows no
-strategy, nor the number of ranks that saved it.
+The tensors of the whole model are dealt out to ranks. Each gathers its own from the shards, and
+Megatron's distributed format loads any part of them. So a checkpoint knows no strategy, nor the
+number of ranks that saved it; and what a plain run saved is read likewise.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
 
-from megatron_wlb.planning.strategy_run import StrategyRun
-from megatron_wlb.runtime.saving import checkpoint
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.strategy.pieces import Piece, WholeTensor
 from megatron_wlb.runtime.strategy.routes import Pull, Routes
 from megatron_wlb.runtime.strategy.runner import StrategyRunner
-from megatron_wlb.runtime.strategy.store import MOMENTS
 
-_MASTER = "fp32_param"
-_STATE = "optimizer.state."
-"""Megatron's keys of moments begin with this and a name, and in bf16 those of the fp32 weights.
-Those of the weights that passes run with are the model's own."""
+_MAIN = "fp32_param"
+"""Megatron's name of the fp32 weights of a model that runs in fewer bits."""
+_TENSORS = "store"
+"""Where the tensors of the optimizer are in its state, as Megatron finds each by its own key."""
 
 
-def save(
-    run: StrategyRun,
-    iteration: int,
-    runner: StrategyRunner,
-    scheduler: Any,
-    planner_state: dict[str, Any],
-) -> Path:
-    """Saves after ``iteration`` steps; called by every rank. Returns the folder.
+def model_state(runner: StrategyRunner) -> dict[str, Any]:
+    """The weights that passes run with; every rank has some. All call it together.
 
-    A rank needs room for its share of the model's weights and moments, not more. Raises
-    :class:`CheckpointError` as :func:`megatron_wlb.runtime.saving.checkpoint.write` does.
+    A rank needs room for its share of the whole model.
     """
-    pieces, routes = dealt(runner)
-    # Megatron warns where one rank has a key that another has not, also of nothing.
-    state: dict[str, Any] = {"objects": objects} if (objects := _objects(runner)) else {}
-    for name in (_MASTER, *MOMENTS):
-        tensors = empty(pieces, runner)
-        shards = [_shard(runner, name, bucket) for bucket in range(len(runner.buckets.sizes))]
-        Pull(routes, shards, tensors).finish()
-        if name == _MASTER and run.config.training.bf16:
-            state["model"] = _sharded("", pieces, [tensor.bfloat16() for tensor in tensors])
-        state[f"store {name}"] = _sharded(_prefix(run, name), pieces, tensors)
-    return checkpoint.write(
-        run.config,
-        iteration,
-        state,
-        run.padded_vocab_size,
-        scheduler,
-        planner_state,
-        num_updates=iteration,
-    )
+    state: dict[str, Any] = _sharded(runner, "", _shards(runner, _MAIN), runner.dtype)
+    for one in runner.objects if dist.get_rank() == 0 else ():
+        state[f"{one.key} {one.offset}"] = ShardedObject(one.key, None, one.shape, one.offset)
+    return state
 
 
-def find(run: StrategyRun) -> checkpoint.Found | None:
-    """Finds the newest checkpoint of ``--load``, of any strategies or none; called by every rank.
-    None where the folder has none yet.
+def set_model(runner: StrategyRunner, state: Mapping[str, Any]) -> None:
+    """Takes weights that were loaded into what :func:`model_state` gave."""
+    _set(runner, _MAIN, state)
 
-    Raises :class:`CheckpointError` for other settings than those it was saved with, or a damaged
-    checkpoint.
+
+def optimizer_state(runner: StrategyRunner, *, is_loading: bool = False) -> dict[str, Any]:
+    """The optimizer as a plain run of Megatron's without its distributed optimizer saves it.
+
+    That has a part for experts, if there are any, and in fp32 no weights besides the model's.
     """
-    return checkpoint.find(run.config, run.padded_vocab_size, any_layout=True)
-
-
-def load(run: StrategyRun, found: checkpoint.Found, runner: StrategyRunner, scheduler: Any) -> None:
-    """Restores a checkpoint; called by every rank.
-
-    Raises :class:`CheckpointError` for a damaged one.
-    """
-    pieces, routes = dealt(runner)
-    tensors = {name: empty(pieces, runner) for name in (_MASTER, *MOMENTS)}
-    found.read(
-        {
-            f"store {name}": _sharded(_prefix(run, name), pieces, own)
-            for name, own in tensors.items()
-        }
-    )
-    for name, own in tensors.items():
-        shards = [torch.empty_like(shard) for shard in runner.store.gradients]
-        runner.give(routes, own, shards)
-        for bucket, shard in enumerate(shards):
-            if name == _MASTER:
-                runner.store.weights[bucket].copy_(shard)
-            else:
-                runner.store.set_moments(name, bucket, shard)
-    runner.store.set_num_updates(found.iteration)
-    scheduler.load_state_dict(found.common["opt_param_scheduler"])
-
-
-def _objects(runner: StrategyRunner) -> dict[str, ShardedObject]:
-    """What the first rank saves for layers that ask for more than tensors."""
-    objects = runner.objects if dist.get_rank() == 0 else []
-    return {
-        f"{one.key} {one.offset}": ShardedObject(one.key, None, one.shape, one.offset)
-        for one in objects
+    optimizer = runner.store.optimizer
+    names = (*runner.store.moments, *((_MAIN,) if _is_mixed(runner) else ()))
+    tensors = {
+        name: _sharded(runner, f"optimizer.state.{name}.", _shards(runner, name)) for name in names
     }
+    state: dict[Any, Any] = {_TENSORS: tensors}
+    if is_loading:
+        return state
+    steps = [group["step"] for group in optimizer.param_groups if "step" in group]
+    parts = []
+    for of_experts in (False, True):
+        groups = [g for g in optimizer.param_groups if bool(g["is_expert_parallel"]) is of_experts]
+        inner: dict[str, Any] = {"state": {}, "param_groups": []}
+        for group in groups:
+            kept = {name: value for name, value in group.items() if name != "params"}
+            if steps:  # a rank that has nothing of a group has not counted its updates
+                kept["step"] = max(steps)
+            inner["param_groups"].append(kept | {"params": LocalNonpersistentObject([])})
+        if runner.store.counts_each and steps:
+            inner["state"]["common_step"] = torch.tensor(float(max(steps)))
+        part: dict[str, Any] = {"optimizer": inner} if _is_mixed(runner) else inner
+        if getattr(optimizer, "grad_scaler", None):
+            part["grad_scaler"] = optimizer.grad_scaler.state_dict()
+        if groups:
+            parts.append(part)
+    return state | (parts[0] if len(parts) == 1 else dict(enumerate(parts)))
+
+
+def set_optimizer(runner: StrategyRunner, state: Mapping[Any, Any]) -> None:
+    """Takes what was loaded into :func:`optimizer_state`.
+
+    Raises :class:`CheckpointError` for another optimizer's.
+    """
+    for name, tensors in state[_TENSORS].items():
+        _set(runner, name, tensors)
+    optimizer = runner.store.optimizer
+    parts = [state[number] for number in (0, 1) if number in state] or [state]
+    inner = [part.get("optimizer", part) for part in parts]
+    saved = [group for one in inner for group in one["param_groups"]]
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved)} groups of parameters, this run's has "
+            f"{len(optimizer.param_groups)}; resume with the same optimizer and learning rates, or "
+            "with --no-load-optim"
+        )
+    for group, loaded in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in loaded.items() if name != "params"})
+    counted = [one.get("state", {}).get("common_step") for one in inner]
+    counted += [group.get("step") for group in saved]
+    steps = [int(step) for step in counted if step is not None]
+    if steps:
+        runner.store.set_num_updates(max(steps))
+    if "grad_scaler" in parts[0] and getattr(optimizer, "grad_scaler", None):
+        optimizer.grad_scaler.load_state_dict(parts[0]["grad_scaler"])
 
 
 def dealt(runner: StrategyRunner) -> tuple[list[Piece], Routes]:
@@ -115,35 +117,60 @@ def dealt(runner: StrategyRunner) -> tuple[list[Piece], Routes]:
     return dealt[dist.get_rank()], Routes(runner.buckets, dealt, dist.get_rank())
 
 
-def empty(pieces: list[Piece], runner: StrategyRunner) -> list[torch.Tensor]:
+def gathered(
+    runner: StrategyRunner, shards: Sequence[torch.Tensor]
+) -> tuple[list[Piece], list[torch.Tensor]]:
+    """The whole tensors that this rank saves, of ``[buckets]`` shards."""
+    pieces, routes = dealt(runner)
     device = runner.store.weights[0].device
-    return [torch.zeros(piece.whole.shape, device=device) for piece in pieces]
+    tensors = [torch.zeros(piece.whole.shape, device=device) for piece in pieces]
+    Pull(routes, shards, tensors).finish()
+    return pieces, tensors
 
 
-def _shard(runner: StrategyRunner, name: str, bucket: int) -> torch.Tensor:
-    return runner.store.weights[bucket] if name == _MASTER else runner.store.moments(name, bucket)
+def _is_mixed(runner: StrategyRunner) -> bool:
+    return runner.dtype != torch.float32
 
 
-def _prefix(run: StrategyRun, name: str) -> str:
-    """How Megatron's keys begin; in fp32 the model's own weights are the only ones."""
-    is_alone = name == _MASTER and not run.config.training.bf16
-    return "" if is_alone else f"{_STATE}{name}."
+def _shards(runner: StrategyRunner, name: str) -> list[torch.Tensor]:
+    store = runner.store
+    if name == _MAIN:
+        return store.weights
+    return [store.moment(name, bucket) for bucket in range(len(store.weights))]
 
 
-def _sharded(prefix: str, pieces: list[Piece], tensors: list[torch.Tensor]) -> dict[str, Any]:
-    pairs = zip(pieces, tensors, strict=True)
+def _set(runner: StrategyRunner, name: str, state: Mapping[str, Any]) -> None:
+    pieces, routes = dealt(runner)
+    tensors = [state[_name(piece.whole)].float() for piece in pieces]
+    shards = [torch.empty_like(shard) for shard in runner.store.weights]
+    runner.give(routes, tensors, shards)
+    for bucket, shard in enumerate(shards):
+        if name == _MAIN:
+            runner.store.weights[bucket].copy_(shard)
+        else:
+            runner.store.set_moment(name, bucket, shard)
+
+
+def _name(whole: WholeTensor) -> str:
+    return f"{whole.key} {whole.stack}"
+
+
+def _sharded(
+    runner: StrategyRunner,
+    prefix: str,
+    shards: Sequence[torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    pairs = zip(*gathered(runner, shards), strict=True)
     return {
-        f"{piece.whole.key} {piece.whole.stack}": _sharded_tensor(
-            prefix + piece.whole.key, piece.whole, tensor
-        )
-        for piece, tensor in pairs
+        _name(piece.whole): _sharded_tensor(prefix, piece.whole, t.to(dtype)) for piece, t in pairs
     }
 
 
-def _sharded_tensor(key: str, whole: WholeTensor, tensor: torch.Tensor) -> ShardedTensor:
+def _sharded_tensor(prefix: str, whole: WholeTensor, tensor: torch.Tensor) -> ShardedTensor:
     stacks = zip(whole.stack, whole.stack_shape, strict=True)
     return ShardedTensor.from_rank_offsets(
-        key,
+        prefix + whole.key,
         tensor,
         *((axis, at, size) for axis, (at, size) in enumerate(stacks)),
         prepend_axis_num=len(whole.stack),

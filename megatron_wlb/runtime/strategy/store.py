@@ -1,28 +1,27 @@
-"""A rank's shards of the model: fp32 weights, summed gradients and Adam's moments."""
+"""A rank's shards of the model: fp32 weights, summed gradients and the optimizer's moments."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 
-from megatron_wlb.runtime.ranks.transfer import HostCopy
+from megatron_wlb.runtime.stepping.optimizer import make_loadable
 from megatron_wlb.runtime.strategy.buckets import Buckets
-from megatron_wlb.settings.megatron import TrainingConfig
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Store:
-    """The shards that a rank keeps of all buckets, and their optimizer.
+    """The shards that a rank keeps of all buckets, and their optimizer, which is Megatron's."""
 
-    Adam is Megatron's, with weight decay for what Megatron decays. Its groups are what a
-    learning-rate schedule of Megatron's takes.
-    """
+    optimizer: Any = None
+    """Megatron's; None where nothing is trained."""
 
-    def __init__(self, buckets: Buckets, training: TrainingConfig, device: torch.device) -> None:
+    def __init__(self, buckets: Buckets, device: torch.device) -> None:
         rank = dist.get_rank()
         limits = [buckets.shard(bucket, rank) for bucket in range(len(buckets.sizes))]
         sizes = [stop - start for start, stop in limits]
@@ -31,82 +30,84 @@ class Store:
         self.weights = list(torch.split(self._weights, sizes))
         """By bucket."""
         self.gradients = list(torch.split(self._gradients, sizes))
-        groups: list[dict[str, Any]] = [
-            {"params": [], "wd_mult": mult, "lr_mult": 1.0, "max_lr": training.lr}
-            | {"min_lr": training.min_lr, "is_decoupled_lr": False, "is_expert_parallel": False}
-            for mult in (1.0, 0.0)
-        ]
-        self._parameters: list[list[torch.nn.Parameter]] = []
-        for (start, stop), decayed, weight, gradient in zip(
-            limits, buckets.decayed, self.weights, self.gradients, strict=True
+        self._parameters: list[list[tuple[int, Any]]] = []
+        """By bucket: the numbers of groups, and what this rank has of them there."""
+        for (start, stop), ends, weight, gradient in zip(
+            limits, buckets.ends, self.weights, self.gradients, strict=True
         ):
-            cut = min(max(decayed - start, 0), stop - start)
             own = []
-            for group, span in zip(groups, (slice(cut), slice(cut, None)), strict=True):
-                if weight[span].numel():
-                    parameter = torch.nn.Parameter(weight[span])
-                    parameter.grad = gradient[span]
-                    group["params"].append(parameter)
-                    own.append(parameter)
+            for group, span in enumerate(pairwise([0, *ends])):
+                cut = slice(*(min(max(at, start), stop) - start for at in span))
+                if weight[cut].numel():
+                    parameter: Any = torch.nn.Parameter(weight[cut])
+                    parameter.main_grad = gradient[cut]
+                    own.append((group, parameter))
             self._parameters.append(own)
-        self.optimizer: Any = megatron_optimizer.Adam(
-            groups,
-            lr=training.lr,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_eps,
-            weight_decay=training.weight_decay,
+
+    def optimize(self, config: OptimizerConfig, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Makes Megatron's optimizer of the shards, with ``groups`` as Megatron makes them of a
+        model; those of experts come last.
+        """
+        own = [
+            {**group, "params": [p for part in self._parameters for g, p in part if g == number]}
+            for number, group in enumerate(groups)
+        ]
+        self.optimizer = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
+            config, [], own, model_parallel_group=dist.group.WORLD
         )
-        for own in self._parameters:
-            for parameter in own:
-                state = self.optimizer.state[parameter]
-                state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
+        make_loadable(self.optimizer)
+        self.optimizer.init_state_fn(self._inner, config)
         self.set_num_updates(0)
 
-    def moments(self, name: str, bucket: int) -> torch.Tensor:
+    @property
+    def _inner(self) -> Any:
+        """The optimizer inside Megatron's."""
+        return self.optimizer.optimizer
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What the optimizer keeps of each weight, by name."""
+        if self.optimizer is None:
+            return ()
+        if "betas" in self._inner.defaults:
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self._inner.defaults["momentum"] else ()
+
+    def moment(self, name: str, bucket: int) -> torch.Tensor:
         """A copy of a moment of a bucket's shard."""
-        parts = [self.optimizer.state[p][name] for p in self._parameters[bucket]]
+        parts = [self._inner.state[p][name] for _, p in self._parameters[bucket]]
         return torch.cat(parts) if parts else self.weights[bucket].new_empty(0)
 
     @torch.no_grad()
-    def set_moments(self, name: str, bucket: int, values: torch.Tensor) -> None:
-        own = self._parameters[bucket]
+    def set_moment(self, name: str, bucket: int, values: torch.Tensor) -> None:
+        own = [parameter for _, parameter in self._parameters[bucket]]
         for parameter, part in zip(own, torch.split(values, [p.numel() for p in own]), strict=True):
-            self.optimizer.state[parameter][name].copy_(part)
+            self._inner.state[parameter][name].copy_(part)
 
     def set_num_updates(self, num: int) -> None:
         """Tells Adam how many updates the moments are of."""
-        for group in self.optimizer.param_groups:
+        if "betas" not in self._inner.defaults:
+            return
+        for group in self._inner.param_groups:
             group["step"] = num  # of a fused Adam
             for parameter in group["params"]:
-                if self._counts_each:
-                    self.optimizer.state[parameter]["step"] = torch.tensor(float(num))
+                if self.counts_each:
+                    self._inner.state[parameter]["step"] = torch.tensor(float(num))
 
     @property
-    def _counts_each(self) -> bool:
+    def counts_each(self) -> bool:
         """Whether Adam counts updates parameter by parameter, as torch's own does."""
-        return isinstance(self.optimizer, torch.optim.Adam)
+        return isinstance(self._inner, torch.optim.Adam)
 
     @property
     def num_bytes(self) -> int:
         """Counts the bytes of all that it keeps."""
-        moments = [s[name] for s in self.optimizer.state.values() for name in MOMENTS]
-        return sum(t.nbytes for t in (self._weights, self._gradients, *moments))
+        states = self._inner.state.values() if self.optimizer is not None else ()
+        kept = [s[name] for s in states for name in self.moments]
+        return sum(t.nbytes for t in (self._weights, self._gradients, *kept))
 
     def forget_gradients(self) -> None:
         self._gradients.zero_()
 
-    @torch.no_grad()
-    def update(self, num_targets: float, clip_grad: float) -> HostCopy:
-        """Divides the summed gradients by the number of targets, clips them by the norm of all
-        ranks' and updates the weights; returns the norm. All ranks of the world call it together.
-        """
+    def divide_gradients(self, num_targets: float) -> None:
         self._gradients /= num_targets or 1
-        square = torch.zeros(1, dtype=torch.float64, device=self._gradients.device)
-        for gradient in self.gradients:
-            square += gradient.double().square().sum()
-        dist.all_reduce(square)
-        norm = square.sqrt()
-        if clip_grad > 0:
-            self._gradients *= (clip_grad / (norm + 1e-6)).clamp(max=1.0).float()
-        self.optimizer.step()
-        return HostCopy(norm)

@@ -8,7 +8,7 @@ import os
 import torch
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning import guards, strategy_run
+from megatron_wlb.planning import guards
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.settings.config import Config, flag_of
 
@@ -51,6 +51,7 @@ def initialize(config: Config, device: str) -> int:
         ("decrease_batch_size_if_needed", "has one size of batches"),
         ("fp8_format", "has no FP8"),
         ("use_torch_fsdp2", "has weights whole"),
+        ("wlb_strategies", "has one layout"),
     ):
         if config.flat()[name]:
             raise ConfigError(
@@ -63,12 +64,8 @@ def initialize(config: Config, device: str) -> int:
             "alltoall"
         )
     world_size = int(os.environ["WORLD_SIZE"])
-    if config.wlb.wlb_strategies is not None:
-        strategy_run.check(config)
-    # Replicas of strategies run as many micro-batches as they like.
-    dp_ranks = world_size if config.wlb.wlb_strategies is None else 1
-    guards.check(config, dp_ranks)
-    num_micro_batches = guards.check_micro_batches(config, dp_ranks)
+    guards.check(config, world_size)
+    num_micro_batches = guards.check_micro_batches(config, world_size)
     backend = config.parallel.distributed_backend or ("nccl" if device == "cuda" else "gloo")
     if backend == "nccl" and device == "cpu":
         raise ConfigError("--distributed-backend is nccl, which needs GPUs; use gloo on CPUs")

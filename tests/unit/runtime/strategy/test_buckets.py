@@ -27,7 +27,7 @@ def pieces_of(tp_size: int, tp_rank: int) -> list[Piece]:
     """What a tensor-parallel rank holds."""
     found = []
     for key, (shape, axis, bucket) in SHAPES.items():
-        whole = WholeTensor(key, (), (), shape, bucket, len(shape) > 1, False)
+        whole = WholeTensor(key, (), (), shape, bucket, int(len(shape) == 1), False)
         parts = 1 if axis is None else tp_size
         found.append(Piece(whole, axis or 0, parts, tp_rank if parts > 1 else 0))
     return found
@@ -100,7 +100,7 @@ def test_every_rank_gets_what_it_holds_and_nothing_else(layout: str) -> None:
 def test_shards_are_even_and_decayed_elements_come_first() -> None:
     buckets, shards = stored()
     assert buckets.sizes == [60 + 72 + 7, 72 + 5]
-    assert buckets.decayed == [60 + 72, 72]
+    assert [ends[0] for ends in buckets.ends] == [60 + 72, 72]
     for bucket, size in enumerate(buckets.sizes):
         lengths = [len(own[bucket]) for own in shards]
         assert sum(lengths) == size
@@ -108,7 +108,7 @@ def test_shards_are_even_and_decayed_elements_come_first() -> None:
     elements = torch.cat([own[bucket] for bucket, own in itertools.product(range(2), shards)])
     assert len(set(elements.tolist())) == sum(buckets.sizes), "each element has one owner"
     norm = 1000 * sorted(SHAPES).index("norm")
-    last = torch.cat([own[0] for own in shards])[buckets.decayed[0] :]
+    last = torch.cat([own[0] for own in shards])[buckets.ends[0][0] :]
     assert last.tolist() == [*range(norm, norm + 7)]
 
 

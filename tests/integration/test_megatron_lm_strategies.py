@@ -1,0 +1,123 @@
+"""Megatron-LM's own ``pretrain_gpt.py`` with strategies: replicas of other layouts in each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.strategy_ranks import strategies_file
+from megatron_lm_runs import BOTH, WINDOW, Flags, finish, launch, needs_megatron_lm, validations
+from trainer_runs import losses, read_metrics
+
+from megatron_wlb.data.corpus import build_corpus
+
+pytestmark = needs_megatron_lm
+
+NUM_STEPS = 12
+STRATEGIES = (
+    "4*tp1:128",  # whose weights are those of one process
+    "tp2pp2:128",
+    "tp1:64+pp3:128",
+    "cp2:128+tp2:128",
+    "tp2cp2:128",
+    "pp2vpp3:64+tp2:128",
+    "tp1:128@1+tp1:128@3",  # two ranks are idle
+)
+FLAGS: Flags = BOTH | {
+    "num_layers": 6,
+    "num_attention_heads": 4,
+    "train_iters": NUM_STEPS,
+    "seed": 7,
+    "wlb_hardware": "cpu",
+    "make_vocab_size_divisible_by": 64,
+    "clip_grad": 0.5,
+    "weight_decay": 0.1,
+}
+ONE: Flags = {"wlb_packing": "slim", "wlb_units": 3, "wlb_slice_multiple": 8}
+"""One process that trains the documents of each step as they come."""
+
+
+def other_strategy_each_step() -> None:
+    """Lets each step have the strategy after the one before, and not the fastest one."""
+    from megatron_wlb.planning import assign
+    from megatron_wlb.planning.dispatch import StepDocuments
+
+    plans = assign.StrategyPlanner.next_plan
+
+    class OneOf(assign.Assigner):
+        step = 0
+
+        def choose(self, lengths: Sequence[int]) -> assign.Assignment:
+            candidate = self.candidates[self.step % len(self.candidates)]
+            chosen = assign.assign(StepDocuments(lengths), candidate)
+            assert chosen is not None
+            return chosen
+
+    def next_plan(planner: Any) -> Any:
+        planner.assigner = OneOf(planner.assigner.candidates)
+        planner.assigner.step = planner.step
+        return plans(planner)
+
+    assign.StrategyPlanner.next_plan = next_plan  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short documents, and some that fill a window."""
+    folder = tmp_path_factory.mktemp("texts")
+    generator = np.random.RandomState(11)
+    with (folder / "a.jsonl").open("w") as stream:
+        for length in np.clip(generator.lognormal(3.5, 1.2, 400), 5, WINDOW).astype(int):
+            words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
+            stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
+    build_corpus([folder / "a.jsonl"], folder / "a")
+    return folder / "a"
+
+
+def test_another_strategy_in_each_step_trains_as_one_process(corpus: Path, tmp_path: Path) -> None:
+    flags = FLAGS | {"data_path": corpus, "eval_interval": 6, "eval_iters": 2}
+    path = strategies_file(tmp_path, STRATEGIES)
+    unlike = {"wlb_strategies": path, "wlb_metrics": "unlike"}
+    found = finish(launch(tmp_path, 4, flags | unlike, fault=other_strategy_each_step))
+    alone = finish(launch(tmp_path, 1, flags | ONE | {"wlb_metrics": "alone"}))
+    expected = losses(tmp_path / "alone")
+    assert len(expected) == NUM_STEPS
+    assert losses(tmp_path / "unlike") == pytest.approx(expected, rel=1e-6)
+    evaluated = [[float(loss) for loss in validations(run)] for run in (found, alone)]
+    assert len(evaluated[0]) == 4  # two in the run, and of both splits at its end
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
+    lines = [*read_metrics(tmp_path / "unlike")], [*read_metrics(tmp_path / "alone")]
+    for one, other in zip(*lines, strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert one["tokens"] == other["tokens"]
+    assert {line["strategy"] for line in lines[0]} == {*STRATEGIES}
+
+
+def test_killed_run_goes_on_under_other_strategies_and_without_any(
+    corpus: Path, tmp_path: Path
+) -> None:
+    flags = FLAGS | {"data_path": corpus, "hidden_dropout": 0.1}
+    path = strategies_file(tmp_path, STRATEGIES[1:4])
+    mine = flags | {"wlb_strategies": path, "save": "ck", "save_interval": 3}
+    finish(launch(tmp_path, 4, mine | {"wlb_metrics": "whole"}))
+    expected = losses(tmp_path / "whole")
+    assert len(expected) == NUM_STEPS
+    again = mine | {"load": "ck", "ckpt_step": 6, "save": None, "wlb_metrics": "again"}
+    finish(launch(tmp_path, 4, again))
+    assert losses(tmp_path / "again") == {n: expected[n] for n in range(7, NUM_STEPS + 1)}
+
+    (tmp_path / "others").mkdir()
+    others = strategies_file(tmp_path / "others", ("cp2:128", "2*tp1:128"), 2)
+    # Its vocabulary is padded as for two tensor-parallel ranks.
+    same = {"make_vocab_size_divisible_by": 128, "hidden_dropout": 0.0}
+    two = again | same | {"wlb_strategies": others, "wlb_metrics": "two"}
+    finish(launch(tmp_path, 2, two))
+    plain = again | same | ONE | {"wlb_strategies": None, "wlb_metrics": "plain"}
+    finish(launch(tmp_path, 1, plain))
+    found = losses(tmp_path / "plain")
+    assert [*found] == [*range(7, NUM_STEPS + 1)]
+    assert losses(tmp_path / "two") == pytest.approx(found, rel=1e-6)
