@@ -68,7 +68,7 @@ how it searches:
 strategies (docs/strategies.md):
   With --strategies each replica may have a layout of its own, and each step chooses among a few
   such strategies by its documents. They are proposed from one half of your documents and judged on
-  the other. The embedded trainer runs what --out writes (--wlb-strategies); give --fp32 where that
+  the other. The launcher runs what --out writes (--wlb-strategies); give --fp32 where that
   run is without --bf16. --packing, --sharding, --refine and --max-delay do not matter to them: no
   document waits.
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space, hard
     out.print(_where(found))
     say(out, _verdict(found))
     if args.out:
-        out.print(f"strategies: {args.out}; train with them, data and duration added:")
+        out.print(f"strategies: {args.out}; train with them, {recipe.TO_ADD} added:")
         out.print(_command(args.out, searched, space, hardware), soft_wrap=True)
     return 0
 
@@ -85,7 +85,8 @@ def _command(out: Path, searched: Space, space: StrategySpace, hardware: str) ->
     """The command line whose replicas fit memory as they are priced here."""
     flags: recipe.Flags = {
         **recipe.model_flags(searched.shape),
-        "--transformer-impl": "local",
+        "--max-position-embeddings": searched.window,
+        "--micro-batch-size": 1,
         "--seq-length": searched.window,
         "--global-batch-size": searched.num_micro_batches[0],
         **({"--bf16": True} if space.execution.bf16 else {}),
@@ -95,7 +96,7 @@ def _command(out: Path, searched: Space, space: StrategySpace, hardware: str) ->
         **({} if space.memory_gib is None else {"--wlb-memory-gib": space.memory_gib}),
     }
     machine = searched.num_devices, space.cluster.devices_per_node
-    return recipe.command(flags, *machine, recipe.TRAINER)
+    return recipe.command(flags, *machine)
 
 
 def _space(searched: Space, *, bf16: bool) -> StrategySpace:

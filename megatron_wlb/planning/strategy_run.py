@@ -30,7 +30,7 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Stream
-from megatron_wlb.planning.propose import StrategySpace, propose
+from megatron_wlb.planning.propose import StrategySpace, expert_sizes, propose
 from megatron_wlb.settings.config import Config, flag_of, table
 
 AUTO = "auto"
@@ -44,7 +44,7 @@ _OF_PACKINGS = (
 _REASONS = {
     **dict.fromkeys(
         (
-            *(name for name, known in table().items() if known.layout),
+            *(n for n, known in table().items() if known.layout and not n.startswith("expert_")),
             "microbatch_group_size_per_virtual_pipeline_stage",
             "sequence_parallel",
         ),
@@ -53,9 +53,6 @@ _REASONS = {
     **dict.fromkeys(
         _OF_PACKINGS.split(), "each replica packs its documents by its own memory and time"
     ),
-    "num_experts": "replicas run unlike micro-batches, in each of which experts exchange tokens",
-    "multi_latent_attention": "replicas of unlike layouts were tried with plain attention only",
-    "mtp_num_layers": "replicas of unlike layouts were tried with one prediction a token only",
     "wlb_cost": "a measured cost is of one layout",
 }
 """Settings that must be as they are if not given, and why."""
@@ -64,30 +61,31 @@ _REASONS = {
 def check(config: Config) -> None:
     """Raises :class:`ConfigError` for settings that strategies cannot run with, a line each."""
     given, default = config.flat(), Config().flat()
+    reasons = {name: why for name, why in _REASONS.items() if given[name] != default[name]}
+    if "global_aux_loss" in given["moe_router_load_balancing_type"]:
+        reasons["moe_router_load_balancing_type"] = "replicas would meet in each pass"
     refuse_all(
         f"{flag_of(name)} does not work with --wlb-strategies: {reason}; leave one of them out"
-        for name, reason in _REASONS.items()
-        if given[name] != default[name]
+        for name, reason in reasons.items()
     )
+
+
+def undivided(config: Config) -> Config:
+    """The settings of a run on one rank: what all layouts have in common. Replicas run as many
+    micro-batches as they like.
+    """
+    return _replica_config(config, Scheme())
 
 
 def check_shape(shape: ModelShape, said: str) -> None:
     """Raises :class:`ConfigError`, a line each, for what of a model no run with strategies has;
     ``said`` is how the user named it.
     """
-    has = {
-        "num_experts": shape.experts,
-        "multi_latent_attention": shape.latent,
-        "mtp_num_layers": shape.num_ahead,
-        "fp8_format": any(layer.precisions for _, layer in shape.all_runs),
-    }
-    reasons = _REASONS | {"fp8_format": "the trainer that runs strategies has no FP8"}
-    refuse_all(
-        f"{said} has {flag_of(name)}, which does not work with strategies: {reasons[name]}; give "
-        "another model, or leave --strategies out"
-        for name, value in has.items()
-        if value
-    )
+    if any(layer.precisions for _, layer in shape.all_runs):
+        raise ConfigError(
+            f"{said} has {flag_of('fp8_format')}, whose rates the search for strategies does not "
+            "know; give another model, or leave --strategies out"
+        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,8 @@ class StrategyRun:
             hardware,
             num_ranks,
             config.wlb.wlb_memory_gib,
+            ep_size=config.parallel.expert_model_parallel_size,
+            etp_size=config.parallel.expert_tensor_parallel_size,
         )
         if named == AUTO:
             schemes = [scheme for scheme, _ in space.costs if not any(_refusals(config, scheme))]
@@ -171,6 +171,11 @@ class StrategyRun:
         """Settings of a run whose layout is one such replica."""
         return _replica_config(self.config, scheme)
 
+    def expert_sizes(self, scheme: Scheme) -> tuple[int, int]:
+        """EP and expert TP of a replica; see :func:`.expert_sizes`."""
+        p = self.config.parallel
+        return expert_sizes(scheme, p.expert_model_parallel_size, p.expert_tensor_parallel_size)
+
     def planner(self, corpora: Corpora, split: str = "train") -> StrategyPlanner:
         """Makes a planner of the documents of a split, before its first step."""
         num_epochs = self.config.wlb.wlb_epochs if split == "train" else 1
@@ -198,8 +203,14 @@ def _refusals(config: Config, scheme: Scheme) -> Iterator[str]:
 
 
 def _replica_config(config: Config, scheme: Scheme) -> Config:
+    p = config.parallel
+    ep_size, etp_size = expert_sizes(
+        scheme, p.expert_model_parallel_size, p.expert_tensor_parallel_size
+    )
     parallel = dataclasses.replace(
-        config.parallel,
+        p,
+        expert_model_parallel_size=ep_size,
+        expert_tensor_parallel_size=etp_size,
         tensor_model_parallel_size=scheme.tp_size,
         context_parallel_size=scheme.cp_size,
         pipeline_model_parallel_size=scheme.pp_size,
@@ -220,7 +231,7 @@ def _with_vocabulary(config: Config, tp_size: int) -> Config:
 
 def _stream(config: Config, source: Split) -> Stream:
     """Gives the documents of steps as a run without strategies has them."""
-    run = run_of(config, padded_vocab_size(config, source.corpora.vocab_size), 1)
+    run = run_of(undivided(config), padded_vocab_size(config, source.corpora.vocab_size), 1)
     documents = run.workload(
         source, seed=config.training.seed, long_documents=config.wlb.wlb_long_documents
     )

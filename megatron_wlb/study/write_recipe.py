@@ -29,8 +29,6 @@ Flags: TypeAlias = Mapping[str, Value]
 """A flag and its value; True for a bare one, a list where it takes several."""
 VPP = "--num-virtual-stages-per-pipeline-rank"
 LAUNCHER = ("megatron_wlb.launch", "$MEGATRON_LM_PATH/pretrain_gpt.py")
-TRAINER = ("megatron_wlb.pretrain_gpt",)
-"""The embedded trainer, which alone runs strategies."""
 TO_ADD = "--data-path, --tokenizer-type, --train-iters, --lr, --eval-interval"
 """What a run by :data:`LAUNCHER` needs, and no layout says."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -189,17 +187,13 @@ def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware
     return flags
 
 
-def command(
-    flags: Flags, num_devices: int, devices_per_node: int, program: Sequence[str] = LAUNCHER
-) -> str:
+def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
     """The command line that trains so, once :data:`TO_ADD` is added."""
     nodes = -(-num_devices // devices_per_node)
     words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
     if nodes > 1:
         words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
-    if program == LAUNCHER:
-        words.insert(0, f"{CONNECTIONS}=1")
-    words += ["-m", *program]
+    words = [f"{CONNECTIONS}=1", *words, "-m", *LAUNCHER]
     for flag, value in flags.items():
         values = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [flag, *map(str, values)]

@@ -115,7 +115,7 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     run = StrategyRun.of(config, corpora, dist.get_world_size())
     config, opener, opened = run.config, GroupOpener(), {}
     for replica in (r for s in run.strategies for r in s.replicas):
-        groups = opener.replica(replica)
+        groups = opener.replica(replica, *run.expert_sizes(replica.scheme))
         if groups is None or layout_of(replica) in opened:
             continue
         own = run.replica_config(replica.scheme)
@@ -127,7 +127,6 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
         opened[layout_of(replica)] = model, runner, groups
     models = [model for model, _, _ in opened.values()]
     training = config.training
-    initial = [[p.detach().clone() for p in parameters_of(m)] for m in models]
     options = optimizer.OptimizerConfig(
         optimizer="adam",
         lr=training.lr,
@@ -142,12 +141,12 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     chunks = [chunk for model in models for chunk in model.chunks]
     param_groups = optimizer._get_param_groups(chunks, options, None)
     numbers = {id(p): n for n, group in enumerate(param_groups) for p in group["params"]}
-    shapes = [[p.shape for p in own] for own in initial]
+    shapes = [[p.shape for p in parameters_of(model)] for model in models]
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    most = max((sum(s.numel() for s in own) for own in shapes), default=0)
+    most = max((sum(s.numel() for s in sizes) for sizes in shapes), default=0)
     arena = Arena(most, dtype, torch.device("cpu"))
-    for model, own in zip(models, shapes, strict=True):
-        arena.place(parameters_of(model), own)
+    for model, sizes in zip(models, shapes, strict=True):
+        arena.place(parameters_of(model), sizes)
     made = StrategyRunner(
         run.strategies,
         {layout: LocalReplica(*opened[layout], lambda p: numbers[id(p)]) for layout in opened},

@@ -26,14 +26,11 @@ POINTS = {
         "megatron_wlb.planning.planner:Planner.next_plan",
         "megatron_wlb.planning.assign:StrategyPlanner.next_plan",
     ),
-    "forward": (
-        "megatron_wlb.runtime.stepping.step:forward_step",
-        "megatron_wlb.runtime.strategy.replica:forward_step",
-    ),
+    "forward": ("megatron_wlb.runtime.stepping.step:forward_step",),
     "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
     "optimizer": (
         "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
-        "megatron_wlb.runtime.strategy.store:Store.update",
+        "megatron.core.optimizer.optimizer:FP32Optimizer.step",  # of the store of strategies
     ),
     "write": (
         "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -80,8 +77,8 @@ def prepare(ledger: str, fault: Fault | None) -> None:
 
     rank_main.LOST_PEER_S = 5.0  # nothing here has to wait for other machines
     # With strategies the outer one ends last, with the documents of all replicas.
-    for owner, name in ((StepRunner, "run_schedule"), (StrategyRunner, "run")):
-        setattr(owner, name, _noted(getattr(owner, name), ledger))
+    for owner in (StepRunner, StrategyRunner):
+        owner.run_schedule = _noted(owner.run_schedule, ledger)  # type: ignore[method-assign]
     if fault is not None and os.environ["RANK"] == str(fault.rank):
         _lay(fault)
 

@@ -87,7 +87,8 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
         {
             "wlb_hardware": "cpu",
             "wlb_look_ahead": None,
-            "global_batch_size": 1,
+            "wlb_packing": None,
+            "global_batch_size": 4,
             "seq_length": 1024,
             "seed": 2,
         },
@@ -485,6 +486,6 @@ CASES: dict[str, Case] = {
     "other-world": other_world,
     **{f"two-runs-{shared}": partial(two_runs, shared=shared) for shared in ("save", "metrics")},
 }  # fmt: skip
-ONLY = {"async-write": "launcher", "strategies": "embedded"}
+ONLY = {"async-write": "launcher", "strategies": "launcher"}
 """Cases and layouts of one trainer: the embedded one saves in the foreground, and strategies run in
 it alone."""

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.strategy_ranks import strategies_file
-from megatron_lm_runs import BOTH, WINDOW, Flags, finish, launch, needs_megatron_lm, validations
+from megatron_lm_runs import (
+    BOTH,
+    WINDOW,
+    Flags,
+    finish,
+    launch,
+    logged,
+    needs_megatron_lm,
+    validations,
+)
 from trainer_runs import losses, read_metrics
 
 from megatron_wlb.data.corpus import build_corpus
@@ -39,6 +48,46 @@ FLAGS: Flags = BOTH | {
 }
 ONE: Flags = {"wlb_packing": "slim", "wlb_units": 3, "wlb_slice_multiple": 8}
 """One process that trains the documents of each step as they come."""
+
+
+LLAMA: Flags = {
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+    "untie_embeddings_and_output_weights": True,
+}
+EXPERTS: Flags = LLAMA | {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "moe_token_dispatcher_type": "alltoall",
+}
+LATENT: Flags = LLAMA | {
+    "group_query_attention": None,
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 14,
+    "mtp_num_layers": 2,
+    "lr_warmup_iters": 2,
+    "decoupled_lr": 2e-3,
+    "decoupled_min_lr": 1e-4,
+    "lr_decay_style": "linear",
+}
+MODELS: dict[str, tuple[Flags, tuple[str, ...]]] = {
+    # and what Megatron's log says besides
+    "dense": ({"log_params_norm": True, "log_num_zeros_in_grad": True}, ("params norm",)),
+    "experts": (EXPERTS, ("seq_load_balancing_loss", "z_loss")),
+    "latent": (LATENT, ("mtp_1 loss", "mtp_2 loss")),
+}
 
 
 def other_strategy_each_step() -> None:
@@ -78,10 +127,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a"
 
 
-def test_another_strategy_in_each_step_trains_as_one_process(corpus: Path, tmp_path: Path) -> None:
-    flags = FLAGS | {"data_path": corpus, "eval_interval": 6, "eval_iters": 2}
+@pytest.mark.parametrize("model", MODELS)
+def test_another_strategy_in_each_step_trains_as_one_process(
+    model: str, corpus: Path, tmp_path: Path
+) -> None:
+    more, figures = MODELS[model]
+    flags = FLAGS | more | {"data_path": corpus, "eval_interval": 6, "eval_iters": 2}
     path = strategies_file(tmp_path, STRATEGIES)
     unlike = {"wlb_strategies": path, "wlb_metrics": "unlike"}
+    if "num_experts" in more:
+        unlike |= {"expert_model_parallel_size": 2}
     found = finish(launch(tmp_path, 4, flags | unlike, fault=other_strategy_each_step))
     alone = finish(launch(tmp_path, 1, flags | ONE | {"wlb_metrics": "alone"}))
     expected = losses(tmp_path / "alone")
@@ -90,6 +145,9 @@ def test_another_strategy_in_each_step_trains_as_one_process(corpus: Path, tmp_p
     evaluated = [[float(loss) for loss in validations(run)] for run in (found, alone)]
     assert len(evaluated[0]) == 4  # two in the run, and of both splits at its end
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
+    for name in figures:
+        said = [[float(value) for value in logged(run, name)] for run in (found, alone)]
+        assert len(said[0]) == NUM_STEPS and said[0] == pytest.approx(said[1], rel=2e-6)
     lines = [*read_metrics(tmp_path / "unlike")], [*read_metrics(tmp_path / "alone")]
     for one, other in zip(*lines, strict=True):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM017
+from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM017, MegatronLM018
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Version:
 VERSIONS: Mapping[str, Version] = {
     "0.16.1": Version(True, "62cd2854c94e", "3941dac69ca7", MegatronLM017()),
     "0.17.1": Version(True, "f5e8d7a393bf", "0afb5f79329b", MegatronLM017()),
-    "0.18.2": Version(True, "cabe277b4b45", "313315a344a8"),
+    "0.18.2": Version(True, "cabe277b4b45", "313315a344a8", MegatronLM018()),
     "0.19.2": Version(True, "276656f016f4", "d999d1ae854a"),
     "0.20.0": Version(False, "276656f016f4", "d999d1ae854a"),  # not released: Megatron's main
 }

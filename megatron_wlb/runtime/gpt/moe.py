@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
@@ -103,7 +104,7 @@ def _num_logged(step: StepPlan) -> int:
         number: int = get_num_microbatches()
     except AttributeError:  # nobody has set up its count
         return sum(map(len, step.micro_batches))
-    return number * len(step.micro_batches)
+    return number * (len(step.micro_batches) if step.strategy is None else dist.get_world_size())
 
 
 class DocumentRouter(TopKRouter):  # type: ignore[misc]
@@ -307,6 +308,29 @@ def route_by_document(model: torch.nn.Module) -> None:
             for weight in moe.experts.parameters():
                 weight.allreduce = False
         layer.register_forward_pre_hook(_tell_router, with_kwargs=True)
+
+
+def add_up_logged(config: Any) -> None:
+    """Lets every rank have the mean over all of what each has noted of auxiliary losses, and lets
+    Megatron's log add up nothing: for ranks whose groups differ. All ranks call it together.
+    """
+    kinds = config.moe_router_load_balancing_type
+    named = [_LOGGED.get(kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    named += ["z_loss"] if config.moe_z_loss_coeff is not None else []
+    num_layers = config.num_layers + (config.mtp_num_layers or 0)
+    for name in filter(None, named):
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from 0.18 on
+            tracker = moe_utils.get_moe_metrics_tracker()
+            tracker.ensure_initialized(name, num_layers)
+            noted = vars(tracker.metrics[name])
+        else:
+            zeros = torch.zeros(num_layers, device=torch.cuda.current_device())
+            noted = moe_utils.get_moe_layer_wise_logging_tracker().setdefault(
+                name, {"values": zeros}
+            )
+        noted.update(reduce_group=None, avg_group=None, needs_dp_avg=False)
+        dist.all_reduce(noted["values"])
+        noted["values"] /= dist.get_world_size()
 
 
 def _tell_router(layer: Any, _args: Any, named: dict[str, Any]) -> None:

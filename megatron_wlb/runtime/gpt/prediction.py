@@ -156,6 +156,21 @@ def take_losses() -> torch.Tensor | None:
     return losses
 
 
+def add_up_losses(num_ahead: int, *, counts: bool) -> None:
+    """Lets every rank have the sum of the losses of those that count, and Megatron's log add up
+    nothing: for ranks whose groups differ. All ranks call it together.
+    """
+    tracker = MTPLossLoggingHelper.tracker
+    name = "loss_values" if hasattr(MTPLossLoggingHelper, "save_metrics_to_tracker") else "values"
+    for each in (name, "correct_values", "total_values")[: 1 if name == "values" else 3]:
+        values = tracker.get(each)
+        if values is None or not counts:
+            values = torch.zeros(num_ahead, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(values)
+        tracker[each] = values
+    tracker["reduce_group"] = tracker["avg_group"] = None
+
+
 def track_step(original: Any, _scale: float, *args: Any, **kwargs: Any) -> None:
     """Megatron's ``track_mtp_metrics``; what ranks saved adds up to the step's means."""
     _sum_over_ranks()

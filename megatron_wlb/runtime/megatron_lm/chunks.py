@@ -96,9 +96,9 @@ def packed_block(spec: Any, options: AttentionOptions) -> Any:
     Raises :class:`CompatibilityError` as :func:`packed`.
     """
     made = copy.deepcopy(spec)
-    for layer in made.layer_specs:
-        name = inner_name(layer.submodules)
-        setattr(layer.submodules, name, packed(getattr(layer.submodules, name), options))
+    for parts in {id(layer): layer.submodules for layer in made.layer_specs}.values():
+        name = inner_name(parts)
+        setattr(parts, name, packed(getattr(parts, name), options))
     return made
 
 

@@ -118,12 +118,12 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     args.wlb_packing = config.wlb.wlb_packing
     if config.wlb.wlb_loss is not None:
         load_loss(config.wlb.wlb_loss)
-    num_ranks = args.world_size
+    num_ranks, alone = args.world_size, config
     if config.wlb.wlb_strategies is not None:
         strategy_run.check(config)
-        num_ranks = 1  # replicas run as many micro-batches as they like
-    layout_guards.check(config, num_ranks)
-    layout_guards.check_micro_batches(config, num_ranks)
+        num_ranks, alone = 1, strategy_run.undivided(config)
+    layout_guards.check(alone, num_ranks)
+    layout_guards.check_micro_batches(alone, num_ranks)
     if args.eval_iters:
         layout_guards.check_evaluation(arguments.of_evaluation(args, config), num_ranks)
     check_checkpoints(
@@ -181,6 +181,8 @@ def _set_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     save = _session.args.save
     if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
         lock_folder(save)
+    if isinstance(_session, StrategySession):
+        kwargs = dict(targets.adapter().with_provider(kwargs))
     built = original(*args, **kwargs)
     _session.take_model(built[0])
     return built

@@ -67,6 +67,7 @@ class Log:
         to do while Megatron logs.
         """
         stop_s = time.monotonic()
+        self.session.before_log()
         self._is_logging = True
         try:
             result = original(*args, **kwargs)

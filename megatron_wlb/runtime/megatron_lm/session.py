@@ -215,11 +215,13 @@ class Session:
 
     def _planner(self) -> Any:
         """What plans the training steps, before the first one."""
+        assert self.cost is not None
         planner = make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
         self.experts = planner.experts
         return planner
 
     def _evaluation_planner(self, split: str) -> Any:
+        assert self.cost is not None
         config = of_evaluation(self.args, self.config)
         dp_size = self.model.groups.dp.size()
         return make_evaluation_planner(config, self.corpora, self.cost, dp_size, split)
@@ -248,6 +250,9 @@ class Session:
         """Does what was left until the device is at work again, or there is nothing more to run."""
         while self.behind:
             self.behind.pop(0)()
+
+    def before_log(self) -> None:
+        """Runs after a training step, before Megatron logs it."""
 
     def layout(self) -> list[int]:
         """PP, TP and DP × CP: where random-number streams mean the same."""

@@ -41,6 +41,8 @@ from megatron_wlb.runtime.gpt.build import (
     tell_other_kernel,
     use_kernel,
 )
+from megatron_wlb.runtime.gpt.moe import add_up_logged
+from megatron_wlb.runtime.gpt.prediction import add_up_losses
 from megatron_wlb.runtime.megatron_lm.chunks import install as install_chunks
 from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
 from megatron_wlb.runtime.megatron_lm.session import Session
@@ -122,7 +124,10 @@ class StrategySession(Session):
         replicas = [replica for strategy in self.run.strategies for replica in strategy.replicas]
         shapes: dict[Layout, list[torch.Size]] = {}
         for replica in replicas:
-            groups, layout = opener.replica(replica), layout_of(replica)
+            groups, layout = (
+                opener.replica(replica, *self.run.expert_sizes(replica.scheme)),
+                layout_of(replica),
+            )
             if groups is None or layout in self._built:
                 continue
             with groups.current(), self._laid_out(replica.scheme):
@@ -247,6 +252,15 @@ class StrategySession(Session):
     def _evaluation_planner(self, split: str) -> Any:
         return self.run.planner(self.corpora, split)
 
+    def before_log(self) -> None:
+        """Adds up, over all ranks, what Megatron would over the groups of one layout."""
+        config = self.model.config
+        if config.num_moe_experts is not None:
+            add_up_logged(config)
+        if config.mtp_num_layers:
+            assert isinstance(self.runner, _Reports)
+            add_up_losses(config.mtp_num_layers, counts=self.runner.counts)
+
     # ── layouts ─────────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
@@ -254,6 +268,7 @@ class StrategySession(Session):
         """Inside, Megatron's arguments say what they would in a run of such a replica alone."""
         args = self.args
         vpp = scheme.vpp_size if scheme.vpp_size > 1 else None
+        ep_size, etp_size = self.run.expert_sizes(scheme)
         own = {
             "tensor_model_parallel_size": scheme.tp_size,
             "pipeline_model_parallel_size": scheme.pp_size,
@@ -262,9 +277,13 @@ class StrategySession(Session):
             "context_parallel_size": scheme.cp_size,
             "sequence_parallel": scheme.tp_size > 1,
             "overlap_p2p_comm": vpp is not None,
+            "expert_model_parallel_size": ep_size,
+            "expert_tensor_parallel_size": etp_size,
+            "tensor_parallel_num_weight_shards": scheme.tp_size,  # from 0.19 on
+            "expert_tensor_parallel_num_weight_shards": etp_size,
         }
-        before = {name: getattr(args, name) for name in own}
-        vars(args).update(own)
+        before = {name: getattr(args, name) for name in own if hasattr(args, name)}
+        vars(args).update({name: own[name] for name in before})
         try:
             yield
         finally:
@@ -311,11 +330,13 @@ class StrategyModel(torch.nn.Module):
         shard_files.set_model(self._runner, state)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reports:
     """The runner as Megatron's loop asks for it: every rank reports, as each is a last stage."""
 
     strategies: StrategyRunner
+    counts: bool = False
+    """Whether this rank's losses are a part of the last step's."""
 
     @property
     def hosts(self) -> Hosts:
@@ -331,6 +352,7 @@ class _Reports:
         reports = self.strategies.run_schedule(
             plan, forward_step, forward_only=forward_only, **options
         )
+        self.counts = bool(reports)
         total = torch.zeros(2, device=torch.cuda.current_device())
         for report in reports:
             total[0] += report["lm loss"][0]

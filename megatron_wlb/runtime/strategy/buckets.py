@@ -9,6 +9,7 @@ bucket.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,6 +42,7 @@ class Buckets:
     def __init__(self, pieces: Iterable[Piece], num_buckets: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         finest: dict[WholeTensor, tuple[int, int]] = {}
+        groups: dict[WholeTensor, int] = defaultdict(int)
         for piece in pieces:
             axis, parts = finest.get(piece.whole, (piece.axis, 1))
             if piece.parts > 1 < parts and axis != piece.axis:
@@ -50,17 +52,19 @@ class Buckets:
                 )
             axis = piece.axis if piece.parts > 1 else axis
             finest[piece.whole] = axis, math.lcm(parts, piece.parts)
+            groups[piece.whole] = max(groups[piece.whole], piece.group)
         self.sizes = [0] * num_buckets
-        num_groups = max((whole.group for whole in finest), default=0) + 1
+        num_groups = max(groups.values(), default=0) + 1
         self.ends = [[0] * num_groups for _ in range(num_buckets)]
         """Where the elements of each group end in each bucket."""
         self._places: dict[WholeTensor, _Place] = {}
-        order = sorted(finest.items(), key=lambda one: (one[0].group, one[0].key, one[0].stack))
+        order = sorted(finest.items(), key=lambda one: (groups[one[0]], one[0].key, one[0].stack))
         for whole, (axis, parts) in sorted(order, key=lambda one: one[0].bucket):
             bucket = whole.bucket
             self._places[whole] = _Place(self.sizes[bucket], axis, parts)
             self.sizes[bucket] += whole.num_elements
-            self.ends[bucket][whole.group :] = [self.sizes[bucket]] * (num_groups - whole.group)
+            at = groups[whole]
+            self.ends[bucket][at:] = [self.sizes[bucket]] * (num_groups - at)
 
     def shard(self, bucket: int, rank: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a bucket that a rank keeps."""

@@ -14,17 +14,12 @@ from megatron.core import parallel_state
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.plan.strategy.layout import Replica
 
-_ALONE = (
-    "DATA_PARALLEL_GROUP EXPERT_MODEL_PARALLEL_GROUP EXPERT_DATA_PARALLEL_GROUP "
-    "INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
-)
-_TP = (
-    "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP EXPERT_TENSOR_PARALLEL_GROUP "
-    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
-)
+_ALONE = "DATA_PARALLEL_GROUP"
+_TP = "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP"
 _CP = "CONTEXT_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
 _TP_CP = "TENSOR_AND_CONTEXT_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
-_TP_PP = "MODEL_PARALLEL_GROUP EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+_TP_PP = "MODEL_PARALLEL_GROUP"
+_EDP = "EXPERT_DATA_PARALLEL_GROUP INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 """Megatron's names of the groups of a replica, whose data-parallel ranks are one, by axes."""
 
 _RANKS = {
@@ -73,8 +68,10 @@ class GroupOpener:
         self._timeout = timeout
         self._known: dict[tuple[int, ...], Any] = {}
 
-    def replica(self, replica: Replica) -> ReplicaGroups | None:
-        """Opens the groups of a replica; None on ranks that are not in it."""
+    def replica(self, replica: Replica, ep_size: int, etp_size: int) -> ReplicaGroups | None:
+        """Opens the groups of a replica, whose experts are divided over ``ep_size`` ranks and each
+        over ``etp_size``; None on ranks that are not in it.
+        """
         scheme = replica.scheme
         # [PP, CP, TP]
         grid = np.array(replica.ranks).reshape(scheme.pp_size, scheme.cp_size, scheme.tp_size)
@@ -89,6 +86,18 @@ class GroupOpener:
             _TP_PP.split(),
             self._mine(grid.transpose(1, 0, 2).reshape(scheme.cp_size, -1)),
         )
+        # [PP, EDP, EP, ETP]: TP's ranks are neighbours in both
+        experts = grid.reshape(scheme.pp_size, -1, ep_size, etp_size)
+        for name, axes in {
+            "EXPERT_TENSOR_PARALLEL_GROUP": (3,),
+            "EXPERT_MODEL_PARALLEL_GROUP": (2,),
+            "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": (2, 3),
+            "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": (0, 2, 3),
+            **dict.fromkeys(_EDP.split(), (1,)),
+        }.items():
+            others = [axis for axis in range(4) if axis not in axes]
+            size = int(np.prod([experts.shape[axis] for axis in axes]))
+            own[name] = self._mine(experts.transpose(*others, *axes).reshape(-1, size))
         pipelines = grid.reshape(scheme.pp_size, inner).T
         own["PIPELINE_MODEL_PARALLEL_GROUP"] = self._mine(pipelines)
         own["EMBEDDING_GROUP"] = self._mine(pipelines[:, np.unique(stages[[0, -1]])])

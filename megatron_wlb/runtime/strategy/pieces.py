@@ -37,9 +37,6 @@ class WholeTensor:
     bucket: int
     """The layer with which it is stored: the embedding is with the first, final norm and LM head
     are with the last."""
-    group: int
-    """The number of its group of parameters, which have learning rate and weight decay in common.
-    """
     any_size: bool
     """Whether checkpoints may hold more or fewer rows of it: a padded vocabulary."""
 
@@ -61,6 +58,9 @@ class Piece:
     hold the same is none, unless each has had a part of the sequence."""
     is_first: bool = True
     """Whether it is the first of equal copies in the replica."""
+    group: int = 0
+    """The number of its group of parameters, which have learning rate and weight decay in common.
+    Experts that no other rank has may be in another group in another layout."""
 
 
 class EmptyObject(NamedTuple):
@@ -147,13 +147,12 @@ def _held(shard: Any, parameter: Any, num_layers: int, group: int) -> Held:
         tuple(shard.global_shape[:stacked]),
         tuple(shard.global_shape[stacked:]),
         _bucket(shard.key, shard.global_offset[:stacked], num_layers),
-        group,
         shard.allow_shape_mismatch,
     )
     tied, tp_rank, dp_rank = shard.replica_id
     adds = tp_rank == 0 or getattr(parameter, "sequence_parallel", False)
     first = (tied, tp_rank, dp_rank) == (0, 0, 0)
-    piece = Piece(whole, axis, parts[axis], offset // size, adds, first)
+    piece = Piece(whole, axis, parts[axis], offset // size, adds, first, group)
     weight = shard.data.detach()
     gradient = parameter.main_grad.as_strided(
         weight.shape,

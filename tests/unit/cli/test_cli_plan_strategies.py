@@ -75,7 +75,7 @@ def test_strategies_of_fp32_fit_a_run_without_bf16(wlb) -> None:
     assert shared and all(schemes["fp32"][name] < schemes["bf16"][name] for name in shared)
     # The line that is shown can be trained, and says all that it depends on.
     words = shlex.split(wlb(command, "--fp32 --out fp32.yaml").out.splitlines()[-1])
-    config = parse(words[words.index("megatron_wlb.pretrain_gpt") + 1 :])
+    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
     assert not config.training.bf16 and config.wlb.wlb_strategies == "fp32.yaml"
     corpora: Any = SimpleNamespace(vocab_size=SIZES["vocab_size"])
     run = StrategyRun.of(config, corpora, 8)

@@ -99,12 +99,40 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--multiple-validation-sets": {"multiple_validation_sets": True},
     "--phase-transition-iterations": {"phase_transition_iterations": "100,200"},
     "--wlb-epochs": {"wlb_epochs": 1},
-    "--wlb-strategies": {"wlb_strategies": "strategies.yaml"},
     "--override-ckpt-iteration": {"override_ckpt_iteration": 8},
     "--use-distributed-optimizer": {"bf16": False},
     "--ckpt-format": {"ckpt_format": "torch_dcp"},
     "--non-persistent-ckpt-type": {"non_persistent_ckpt_type": "local"},
 }
+
+
+WITH_STRATEGIES: dict[str, dict[str, Any]] = {
+    "--ckpt-format": {"ckpt_format": "torch"},
+    "--optimizer": {"optimizer": "muon"},
+    "--rampup-batch-size": {"rampup_batch_size": [2, 2, 8]},
+    "--step-batch-size-schedule": {"step_batch_size_schedule": "0:2"},
+}
+
+
+@pytest.mark.parametrize("refusal", refusals.OF_STRATEGIES, ids=lambda one: one.flag)
+def test_flag_is_refused_with_strategies_alone(refusal: refusals.Refusal) -> None:
+    one_size = {"rampup_batch_size": None, "decrease_batch_size_if_needed": False}
+    own = WITH_STRATEGIES.get(refusal.flag, {refusal.name: True})
+    given = argparse.Namespace(**FINE | one_size | own)
+    refusals.check(given)
+    given.wlb_strategies = "strategies.yaml"
+    with pytest.raises(ConfigError) as raised:
+        refusals.check(given)
+    assert str(raised.value) == refusal.message(given, "--wlb-strategies")
+
+
+def test_what_the_store_does_already_is_turned_off_with_strategies() -> None:
+    given = argparse.Namespace(**FINE | {"overlap_grad_reduce": True})
+    refusals.turn_off(given)
+    assert given.use_distributed_optimizer and given.overlap_grad_reduce
+    given.wlb_strategies = "auto"
+    refusals.turn_off(given)
+    assert not (given.use_distributed_optimizer or given.overlap_grad_reduce)
 
 
 def test_every_refusal_has_a_case() -> None:

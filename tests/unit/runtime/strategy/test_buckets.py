@@ -27,9 +27,9 @@ def pieces_of(tp_size: int, tp_rank: int) -> list[Piece]:
     """What a tensor-parallel rank holds."""
     found = []
     for key, (shape, axis, bucket) in SHAPES.items():
-        whole = WholeTensor(key, (), (), shape, bucket, int(len(shape) == 1), False)
-        parts = 1 if axis is None else tp_size
-        found.append(Piece(whole, axis or 0, parts, tp_rank if parts > 1 else 0))
+        whole = WholeTensor(key, (), (), shape, bucket, False)
+        parts, group = 1 if axis is None else tp_size, int(len(shape) == 1)
+        found.append(Piece(whole, axis or 0, parts, tp_rank if parts > 1 else 0, group=group))
     return found
 
 
@@ -113,6 +113,6 @@ def test_shards_are_even_and_decayed_elements_come_first() -> None:
 
 
 def test_tensors_divided_along_two_axes_are_refused() -> None:
-    whole = WholeTensor("w", (), (), (4, 4), 0, True, False)
+    whole = WholeTensor("w", (), (), (4, 4), 0, False)
     with pytest.raises(CompatibilityError, match="w is divided along axis 0 by one strategy and 1"):
         Buckets([Piece(whole, 0, 2), Piece(whole, 1, 2)], 1, 2)

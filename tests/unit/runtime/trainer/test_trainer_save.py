@@ -9,28 +9,20 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.runtime.trainer import loop, strategy_trainer
+from megatron_wlb.runtime.trainer import loop
 from megatron_wlb.runtime.trainer.loop import Trainer
-from megatron_wlb.runtime.trainer.strategy_trainer import StrategyTrainer
 from megatron_wlb.settings.config import Config
 
 
-@pytest.mark.parametrize(
-    ("kind", "module"),
-    [(Trainer, loop.checkpoint), (StrategyTrainer, strategy_trainer.shard_files)],
-    ids=["one", "strategies"],
-)
-def test_ledger_is_on_disk_before_a_checkpoint(
-    kind: type[Trainer], module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ledger_is_on_disk_before_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     def save(*_: Any) -> Path:
         done.append("checkpoint")
         return Path("iter_0000003")
 
-    monkeypatch.setattr(module, "save", save)
-    trainer: Any = kind.__new__(kind)
+    monkeypatch.setattr(loop.checkpoint, "save", save)
+    trainer: Any = Trainer.__new__(Trainer)
     trainer.config, trainer.iteration, trainer.kernel = Config(), 3, "torch"
     trainer.ledger = SimpleNamespace(sync=lambda: done.append("ledger"))
     trainer.plans = SimpleNamespace(state_dict=dict)
