@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +88,8 @@ def _command(out: Path, searched: Space, space: StrategySpace, hardware: str) ->
         **recipe.model_flags(searched.shape),
         "--max-position-embeddings": searched.window,
         "--micro-batch-size": 1,
+        **({"--expert-model-parallel-size": space.ep_size} if space.ep_size > 1 else {}),
+        **({"--expert-tensor-parallel-size": 1} if space.etp_size else {}),
         "--seq-length": searched.window,
         "--global-batch-size": searched.num_micro_batches[0],
         **({"--bf16": True} if space.execution.bf16 else {}),
@@ -97,6 +100,12 @@ def _command(out: Path, searched: Space, space: StrategySpace, hardware: str) ->
     }
     machine = searched.num_devices, space.cluster.devices_per_node
     return recipe.command(flags, *machine)
+
+
+def _expert_ranks(searched: Space) -> int:
+    """The most ranks to divide experts over, which Megatron's own groups of all ranks take too."""
+    numbers = [one.num_experts for one in searched.shape.experts]
+    return math.gcd(*numbers, searched.num_devices) if numbers else 1
 
 
 def _space(searched: Space, *, bf16: bool) -> StrategySpace:
@@ -111,6 +120,8 @@ def _space(searched: Space, *, bf16: bool) -> StrategySpace:
             searched.memory_gib,
             searched.headroom,
             searched.max_tp,
+            ep_size=_expert_ranks(searched),
+            etp_size=1 if searched.shape.experts else None,
         )
         if any(tokens >= searched.window for _, tokens in tried.costs):
             break

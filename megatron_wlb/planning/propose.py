@@ -46,15 +46,6 @@ WORTH = 0.003
 """A share of the time of all sample steps for which one more candidate is kept."""
 
 
-def expert_sizes(scheme: Scheme, ep_size: int, etp_size: int | None) -> tuple[int, int]:
-    """EP and expert TP of a replica: no more than asked for, and what divides the ranks of one of
-    its stages. So tokens stay in the replica.
-    """
-    ranks = scheme.tp_size * scheme.cp_size
-    etp = scheme.tp_size if etp_size is None else math.gcd(etp_size, ranks)
-    return math.gcd(ep_size, ranks // etp), etp
-
-
 @dataclass(frozen=True)
 class StrategySpace(Devices):
     """All schemes of a model on a cluster, and what each costs.
@@ -66,7 +57,8 @@ class StrategySpace(Devices):
     """Whether parameters are exchanged beside the passes."""
     ep_size: int = 1
     etp_size: int | None = None
-    """How far experts are divided, in replicas that have so many ranks: :func:`expert_sizes`."""
+    """How far experts are divided in replicas that have so many ranks
+    (:meth:`.Scheme.expert_sizes`)."""
     schemes: tuple[Scheme, ...] | None = None
     """What replicas may be; if not given, all powers of two of TP in a node and of CP, with each
     PP up to :data:`MOST_STAGES` that divides the layers."""
@@ -77,7 +69,8 @@ class StrategySpace(Devices):
 
     @cached_property
     def store(self) -> ParameterStore:
-        return replace(ParameterStore.of(self.shape, self.cluster), weight_bytes=self.element_bytes)
+        store = ParameterStore.of(self.shape, self.cluster, self.ep_size, self.etp_size)
+        return replace(store, weight_bytes=self.element_bytes)
 
     @cached_property
     def _priced(self) -> tuple[dict[tuple[Scheme, int], ReplicaCosts], dict[Scheme, str]]:
@@ -104,7 +97,7 @@ class StrategySpace(Devices):
 
     def price(self, scheme: Scheme) -> ReplicaCosts:
         """Costs of a replica. Raises :class:`ConfigError` where it cannot be, or does not fit."""
-        ep_size, etp_size = expert_sizes(scheme, self.ep_size, self.etp_size)
+        ep_size, etp_size = scheme.expert_sizes(self.ep_size, self.etp_size)
         layout = replace(scheme.parallelism, ep_size=ep_size, etp_size=etp_size)
         placed = self.executed(parallelism=layout, store_ranks=self.num_devices)
         memory = MemoryModel(self.shape, placed.execution)

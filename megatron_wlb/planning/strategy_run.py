@@ -30,7 +30,7 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Stream
-from megatron_wlb.planning.propose import StrategySpace, expert_sizes, propose
+from megatron_wlb.planning.propose import StrategySpace, propose
 from megatron_wlb.settings.config import Config, flag_of, table
 
 AUTO = "auto"
@@ -172,9 +172,9 @@ class StrategyRun:
         return _replica_config(self.config, scheme)
 
     def expert_sizes(self, scheme: Scheme) -> tuple[int, int]:
-        """EP and expert TP of a replica; see :func:`.expert_sizes`."""
+        """EP and expert TP of a replica."""
         p = self.config.parallel
-        return expert_sizes(scheme, p.expert_model_parallel_size, p.expert_tensor_parallel_size)
+        return scheme.expert_sizes(p.expert_model_parallel_size, p.expert_tensor_parallel_size)
 
     def planner(self, corpora: Corpora, split: str = "train") -> StrategyPlanner:
         """Makes a planner of the documents of a split, before its first step."""
@@ -204,8 +204,8 @@ def _refusals(config: Config, scheme: Scheme) -> Iterator[str]:
 
 def _replica_config(config: Config, scheme: Scheme) -> Config:
     p = config.parallel
-    ep_size, etp_size = expert_sizes(
-        scheme, p.expert_model_parallel_size, p.expert_tensor_parallel_size
+    ep_size, etp_size = scheme.expert_sizes(
+        p.expert_model_parallel_size, p.expert_tensor_parallel_size
     )
     parallel = dataclasses.replace(
         p,

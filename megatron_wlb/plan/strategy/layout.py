@@ -12,6 +12,7 @@ Sizes of 1 are left off; ``tp1`` is one rank alone. Without ``@`` ranks are thos
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -88,6 +89,14 @@ class Scheme:
         """The layout of one such replica alone."""
         sizes = self.tp_size, self.cp_size, self.pp_size, self.vpp_size
         return Parallelism(*sizes, sequence_parallel=self.tp_size > 1)
+
+    def expert_sizes(self, ep_size: int, etp_size: int | None) -> tuple[int, int]:
+        """EP and expert TP: no more than asked for, and what divides the ranks of a stage, so that
+        tokens stay in the replica. ``etp_size`` is that of TP if not given.
+        """
+        ranks = self.tp_size * self.cp_size
+        etp = self.tp_size if etp_size is None else math.gcd(etp_size, ranks)
+        return math.gcd(ep_size, ranks // etp), etp
 
     @property
     def length_multiple(self) -> int:

@@ -13,9 +13,11 @@ Legend: ``R`` ranks of the cluster.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -59,13 +61,24 @@ class ParameterStore:
     buckets: tuple[int, ...]
     """Parameters of each layer, of the whole model; the first has the embedding, the last one the
     final norm and the LM head."""
+    experts: tuple[int, ...] = ()
+    """Parameters of each layer's routed experts, if it has some; they are not in ``buckets``."""
+    ep_size: int = 1
+    etp_size: int | None = None
+    """How far experts are divided; see :meth:`.Scheme.expert_sizes`."""
     weight_bytes: int = 2
     gradient_bytes: int = 4
 
     @classmethod
-    def of(cls, shape: ModelShape, cluster: Cluster) -> ParameterStore:
+    def of(
+        cls, shape: ModelShape, cluster: Cluster, ep_size: int = 1, etp_size: int | None = None
+    ) -> ParameterStore:
         layers = MemoryModel(shape, Execution(Parallelism(pp_size=shape.num_layers)))
-        return cls(cluster, tuple(map(layers.stage_parameters, range(shape.num_layers))))
+        dense, experts = (
+            tuple(map(count, range(shape.num_layers)))
+            for count in (layers.stage_parameters, layers.expert_parameters)
+        )
+        return cls(cluster, dense, experts if any(experts) else (), ep_size, etp_size)
 
     def shard(self, bucket: int, rank: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a bucket that a rank keeps."""
@@ -83,14 +96,18 @@ class ParameterStore:
         for replica in strategy.replicas:
             scheme = replica.scheme
             inner = scheme.tp_size * scheme.cp_size
-            tp_rank = np.arange(inner) % scheme.tp_size
-            for stage in range(scheme.pp_size):
+            parts = math.prod(scheme.expert_sizes(self.ep_size, self.etp_size))
+            divided = ((self.buckets, scheme.tp_size), (self.experts, parts))
+            for stage, (sizes, parts) in product(range(scheme.pp_size), divided):
+                if not sizes:
+                    continue
                 users = list(replica.ranks[stage * inner : (stage + 1) * inner])
                 layers = self._layers(scheme.pp_size, scheme.vpp_size, stage)
-                for size, count in Counter(self.buckets[layer] for layer in layers).items():
-                    start = np.maximum.outer(size * owners // num, size * tp_rank // scheme.tp_size)
+                part_of = np.arange(inner) % parts
+                for size, count in Counter(sizes[layer] for layer in layers).items():
+                    start = np.maximum.outer(size * owners // num, size * part_of // parts)
                     stop = np.minimum.outer(
-                        size * (owners + 1) // num, size * (tp_rank + 1) // scheme.tp_size
+                        size * (owners + 1) // num, size * (part_of + 1) // parts
                     )
                     pulled[:, users] += count * np.maximum(stop - start, 0)
         np.fill_diagonal(pulled, 0)
@@ -111,7 +128,8 @@ class ParameterStore:
     @cached_property
     def shard_elements(self) -> int:
         """Parameters that a rank keeps, at most."""
-        return sum(-(-size // self.cluster.num_devices) for size in self.buckets)
+        sizes = np.array(self.buckets) + np.array(self.experts or 0)
+        return int((-(-sizes // self.cluster.num_devices)).sum())
 
     def _times_us(self, moved: Floats, hardware: Hardware) -> Floats:
         num = self.cluster.num_devices

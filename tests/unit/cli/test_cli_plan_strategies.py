@@ -12,7 +12,7 @@ import yaml
 
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.strategy.layout import read_strategies
+from megatron_wlb.plan.strategy.layout import Scheme, read_strategies
 from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.command_line import parse
 
@@ -104,15 +104,18 @@ def test_strategies_that_cannot_be_are_refused(words: str, said: str, wlb) -> No
     assert said in wlb.refusal(words)
 
 
+def test_experts_are_divided_inside_replicas(wlb) -> None:
+    Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4, "linear_bias": False}))
+    words = shlex.split(wlb(MIXED, "--out found.yaml").out.splitlines()[-1])
+    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
+    corpora: Any = SimpleNamespace(vocab_size=SIZES["vocab_size"])
+    run = StrategyRun.of(config, corpora, 8)
+    assert run.expert_sizes(Scheme(tp_size=2)) == (2, 1)
+    assert run.expert_sizes(Scheme(tp_size=2, cp_size=4)) == (4, 1)
+
+
 def test_models_that_do_not_run_with_strategies_are_refused(wlb) -> None:
-    latent = {"kv_lora_rank": 64, "qk_head_dim": 96, "qk_pos_emb_head_dim": 32, "v_head_dim": 96}
-    more = {"num_experts": 4, "mtp_num_layers": 1, "latent": latent, "dropout": True}
-    Path("small.yaml").write_text(yaml.safe_dump(SIZES | more))
-    lines = [line for line in wlb(MIXED, status=2).err.splitlines() if "strategies: " in line]
-    names = ["num-experts", "multi-latent-attention", "mtp-num-layers", "hidden-dropout"]
-    for name, line in zip(names, lines, strict=True):
-        assert f"--model small.yaml has --{name}, which does not work with strategies" in line
     run = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "bf16": True}
     sizes = "num_layers: 4\nhidden_size: 1024\nnum_attention_heads: 8\n"
     Path("small.yaml").write_text(sizes + yaml.safe_dump(run))
-    assert "has --fp8-format, which does not" in wlb.refusal(MIXED)
+    assert "has --fp8-format, whose rates" in wlb.refusal(MIXED)
