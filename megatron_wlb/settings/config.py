@@ -145,7 +145,7 @@ class WlbConfig:
         None,
         "replicas of unlike layouts, chosen step by step (Hydraulis): a YAML file such as "
         "`wlb plan --strategies --out` writes, or auto, which proposes them at start; for the "
-        "embedded trainer",
+        "launcher",
     )
     wlb_cost: str = setting(
         "analytic",

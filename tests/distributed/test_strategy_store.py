@@ -83,7 +83,7 @@ def count(config: Config) -> Counted:
     return Counted(tuple(pulled), tuple(pushed), runner.store.num_bytes, (*runner.buckets.sizes,))
 
 
-def test_exchange_and_store_take_the_bytes_that_are_planned(gloo: GlooPool, tmp_path: Path) -> None:
+def test_exchange_and_store_take_no_more_bytes_than_planned(gloo: GlooPool, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     found = gloo.run(NUM_RANKS, count, config)
     shape = model_shape(config, 128)
@@ -96,11 +96,13 @@ def test_exchange_and_store_take_the_bytes_that_are_planned(gloo: GlooPool, tmp_
     moved = [sum(one.pulled[n] + one.pushed[n] for one in found) for n in range(len(STRATEGIES))]
     for text, bytes_moved in zip(STRATEGIES, moved, strict=True):
         exchange = planned.exchange(Strategy.parse(text, planned.cluster))
-        # Norms are whole on tensor-parallel ranks, and counted as if they were divided.
-        assert bytes_moved == pytest.approx(exchange.moved_bytes, rel=0.03), text
-    # A distributed optimizer of four replicas gathers weights and scatters gradients.
-    own = 2 * (NUM_RANKS - 1) * num_parameters * FP32
-    assert own <= moved[0] <= OF_A_DISTRIBUTED_OPTIMIZER * own
+        # Norms are whole on tensor-parallel ranks, and counted as if they were divided. Parts are
+        # planned as if they lay anywhere.
+        assert bytes_moved <= 1.03 * exchange.moved_bytes, text
+    # A distributed optimizer of some replicas gathers weights and scatters gradients.
+    for at, num_replicas in ((0, 4), (1, 2)):
+        own = 2 * (num_replicas - 1) * num_parameters * FP32
+        assert 0.97 * own <= moved[at] <= OF_A_DISTRIBUTED_OPTIMIZER * own
 
     for scheme in (Scheme(), Scheme(2), Scheme(2, 2)):
         model = MemoryModel(shape, Execution(scheme.parallelism, bf16=False, store_ranks=NUM_RANKS))

@@ -1,18 +1,22 @@
 """The order of elements in the store, and who keeps which.
 
 The tensors of a layer are a *bucket* (:mod:`megatron_wlb.plan.strategy.store`), by their groups of
-parameters. Each is divided as finely as any strategy divides it, and stands part by part: so what
-a tensor-parallel rank needs is a run of elements. Every rank keeps a contiguous shard of each
-bucket.
+parameters. Each is divided in tiles, as finely as any strategy divides it. The first tiles of all
+stand first: so what a tensor-parallel rank needs stands together. A bucket is cut into as many even
+parts as there are ranks. Each rank keeps as many parts as there are buckets, of those that it uses
+where it can: what a rank keeps need not come to it (Hydraulis §5: only what a rank lacks moves).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.plan.strategy.store import part
@@ -31,9 +35,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class _Place:
-    offset: int
     axis: int
-    parts: int
+    offsets: list[int]
+    """Where each of the tensor's tiles begins."""
 
 
 class Buckets:
@@ -43,6 +47,7 @@ class Buckets:
         self.num_ranks = num_ranks
         finest: dict[WholeTensor, tuple[int, int]] = {}
         groups: dict[WholeTensor, int] = defaultdict(int)
+        folds: dict[WholeTensor, int] = defaultdict(int)
         for piece in pieces:
             axis, parts = finest.get(piece.whole, (piece.axis, 1))
             if piece.parts > 1 < parts and axis != piece.axis:
@@ -53,31 +58,70 @@ class Buckets:
             axis = piece.axis if piece.parts > 1 else axis
             finest[piece.whole] = axis, math.lcm(parts, piece.parts)
             groups[piece.whole] = max(groups[piece.whole], piece.group)
+            folds[piece.whole] = max(folds[piece.whole], piece.folds)
         self.sizes = [0] * num_buckets
         num_groups = max(groups.values(), default=0) + 1
         self.ends = [[0] * num_groups for _ in range(num_buckets)]
         """Where the elements of each group end in each bucket."""
         self._places: dict[WholeTensor, _Place] = {}
-        order = sorted(finest.items(), key=lambda one: (groups[one[0]], one[0].key, one[0].stack))
-        for whole, (axis, parts) in sorted(order, key=lambda one: one[0].bucket):
-            bucket = whole.bucket
-            self._places[whole] = _Place(self.sizes[bucket], axis, parts)
-            self.sizes[bucket] += whole.num_elements
-            at = groups[whole]
-            self.ends[bucket][at:] = [self.sizes[bucket]] * (num_groups - at)
+        tiles = [
+            # first tiles first, undivided tensors last
+            ((groups[whole], own == 1, Fraction(tile % own, own), whole.key, whole.stack), whole)
+            for whole, (_, parts) in finest.items()
+            for own in [parts // folds[whole]]
+            for tile in range(parts)
+        ]
+        for (group, *_), whole in sorted(tiles, key=lambda one: one[0]):
+            bucket, (axis, parts) = whole.bucket, finest[whole]
+            place = self._places.setdefault(whole, _Place(axis, []))
+            place.offsets.append(self.sizes[bucket])
+            self.sizes[bucket] += whole.num_elements // parts
+            self.ends[bucket][group:] = [self.sizes[bucket]] * (num_groups - group)
 
-    def shard(self, bucket: int, rank: int) -> tuple[int, int]:
-        """The elements ``[start, stop)`` of a bucket that a rank keeps."""
-        return part(self.sizes[bucket], rank, self.num_ranks)
+        self.owners = [list(range(num_ranks)) for _ in self.sizes]
+        """``[buckets][parts]``: the rank that keeps each part."""
+
+    def place(self, strategies: Sequence[Sequence[Sequence[Piece]]]) -> None:
+        """Gives parts to ranks that use them in most strategies: ``[strategies][ranks][pieces]``.
+
+        Of buckets of one size each rank keeps equally many parts, so that all keep as much.
+        """
+        used: dict[tuple[int, int], list[Run]] = defaultdict(list)
+        for ranks in strategies:
+            for rank, pieces in enumerate(ranks):
+                for piece in pieces:
+                    used[piece.whole.bucket, rank] += self.runs(piece)
+        left = {size: np.full(self.num_ranks, num) for size, num in Counter(self.sizes).items()}
+        for bucket, size in enumerate(self.sizes):
+            edges = np.array([self.part(bucket, at)[0] for at in range(self.num_ranks + 1)])
+            # [parts, ranks]: how many elements of a part a rank uses, in all strategies
+            wanted = np.zeros((self.num_ranks, self.num_ranks), dtype=np.int64)
+            for rank in range(self.num_ranks):
+                if runs := used.get((bucket, rank)):
+                    starts, lengths = np.array([run[:2] for run in runs]).T
+                    reached = np.clip(edges, starts[:, None], (starts + lengths)[:, None])
+                    wanted[:, rank] = np.diff(reached, axis=1).sum(axis=0)
+            room = left[size]
+            for at, uses in enumerate(wanted):
+                by_use = uses * (len(self.sizes) + 1) + room  # of equal ones that with most room
+                owner = int(np.where(room > 0, by_use, -1).argmax())
+                self.owners[bucket][at] = owner
+                room[owner] -= 1
+
+    def part(self, bucket: int, at: int) -> tuple[int, int]:
+        """The elements ``[start, stop)`` of a part of a bucket."""
+        return part(self.sizes[bucket], at, self.num_ranks)
+
+    def parts(self, bucket: int, rank: int) -> list[tuple[int, int]]:
+        """The parts of a bucket that a rank keeps: its shard, one behind another."""
+        return [self.part(bucket, at) for at, own in enumerate(self.owners[bucket]) if own == rank]
 
     def runs(self, piece: Piece) -> Iterator[Run]:
         """The elements of a piece, in runs."""
-        place, num = self._places[piece.whole], piece.whole.num_elements
-        own = place.parts // piece.parts
-        start, length = place.offset + piece.index * (num // piece.parts), num // place.parts
-        if place.axis == 0 or own == 1:  # in memory they are in one order
-            yield Run(start, own * length)
-            return
-        size = piece.whole.shape[place.axis] // place.parts
+        place, whole = self._places[piece.whole], piece.whole
+        parts = len(place.offsets)
+        own, length = parts // piece.parts, whole.num_elements // parts
+        size = whole.shape[place.axis] // parts if parts > 1 else 0
         for at in range(own):
-            yield Run(start + at * length, length, (place.axis, at * size, size))
+            cut = (place.axis, at * size, size) if own > 1 else None
+            yield Run(place.offsets[piece.index * own + at], length, cut)

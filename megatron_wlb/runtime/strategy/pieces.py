@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -61,6 +62,9 @@ class Piece:
     group: int = 0
     """The number of its group of parameters, which have learning rate and weight decay in common.
     Experts that no other rank has may be in another group in another layout."""
+    folds: int = 1
+    """How many pieces of the tensor its rank has: two of the weights of a gated MLP, of which a
+    tensor-parallel rank has a part of either half."""
 
 
 class EmptyObject(NamedTuple):
@@ -95,7 +99,8 @@ def held_pieces(model: Model, num_layers: int, group_of: GroupOf) -> list[Held]:
                 at = shard.data.data_ptr()
                 owner = by_storage[max(start for start in starts if start <= at)]
                 found.append(_held(shard, owner, num_layers, group_of(owner)))
-    return found
+    num = Counter(held.piece.whole for held in found)
+    return [replace(held, piece=replace(held.piece, folds=num[held.piece.whole])) for held in found]
 
 
 def empty_objects(model: Model) -> list[EmptyObject]:

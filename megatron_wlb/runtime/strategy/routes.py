@@ -1,7 +1,7 @@
 """What goes between the ranks that keep elements and those that use them, bucket by bucket.
 
-Shards and runs are both in the order of a bucket, so what a user gets from all owners, one after
-another, is its runs one after another: nothing is sent but the elements.
+Shards and runs are both in the order of a bucket, so what a user gets from an owner are parts of
+its runs, one after another: nothing is sent but the elements.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,8 @@ class Routes:
         """``[buckets][users]``: the elements of this rank's shard that each user needs."""
         self.taken: list[list[int]] = [[0] * len(needs) for _ in range(num)]
         """``[buckets][owners]``: how many elements this rank gets from each."""
+        self._segments: list[list[tuple[int, int]]] = [[] for _ in range(num)]
+        """``[buckets]``: the owners of what this rank uses, and how many elements, in order."""
         self.mine: list[list[tuple[Run, int]]] = [[] for _ in range(num)]
         """``[buckets]``: this rank's runs in order, and the numbers of their pieces."""
         for user, pieces in enumerate(needs):
@@ -40,20 +43,38 @@ class Routes:
                 runs.sort(key=lambda one: one[0].offset)
                 spans = [(run.offset, run.offset + run.length) for run, _ in runs]
                 assert all(one[1] <= two[0] for one, two in pairwise(spans)), "used twice"
-                self.given[bucket][user] = _within(spans, buckets.shard(bucket, rank))
+                before = 0
+                for limits in buckets.parts(bucket, rank):
+                    inside = _within(spans, limits)
+                    self.given[bucket][user] += [(before + a, before + b) for a, b in inside]
+                    before += limits[1] - limits[0]
                 if user == rank:
                     self.mine[bucket] = runs
-                    self.taken[bucket] = [
-                        sum(
-                            stop - start
-                            for start, stop in _within(spans, buckets.shard(bucket, owner))
-                        )
-                        for owner in range(len(needs))
-                    ]
+                    for at, owner in enumerate(buckets.owners[bucket]):
+                        own = sum(b - a for a, b in _within(spans, buckets.part(bucket, at)))
+                        self.taken[bucket][owner] += own
+                        self._segments[bucket].append((owner, own))
 
     def num_given(self, bucket: int) -> list[int]:
         """Counts the elements that each user needs of this rank."""
         return [sum(stop - start for start, stop in spans) for spans in self.given[bucket]]
+
+    def in_order(self, bucket: int, got: torch.Tensor) -> torch.Tensor:
+        """What came from owners, one after another, in the order of the bucket."""
+        segments, order = self._segments[bucket], self._order(bucket)
+        parts = torch.split(got, [segments[n][1] for n in order])
+        return _joined([parts[n] for n in np.argsort(order)], got)
+
+    def by_owner(self, bucket: int, runs: torch.Tensor) -> torch.Tensor:
+        """The reverse of :meth:`in_order`."""
+        segments = self._segments[bucket]
+        parts = torch.split(runs, [own for _, own in segments])
+        return _joined([parts[n] for n in self._order(bucket)], runs)
+
+    def _order(self, bucket: int) -> list[int]:
+        """The numbers of segments as they travel: owner by owner."""
+        segments = self._segments[bucket]
+        return sorted(range(len(segments)), key=lambda number: segments[number][0])
 
     def views(self, bucket: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of ``tensors``, one for each of this rank's pieces, in the order of runs."""
@@ -97,10 +118,10 @@ class Pull:
         assert work is not None
         work.wait()
         views = self._routes.views(bucket, self._tensors)
-        for view, values in zip(
-            views, torch.split(got, [view.numel() for view in views]), strict=True
-        ):
-            view.copy_(values.view(view.shape))
+        if views:
+            parts = torch.split(self._routes.in_order(bucket, got), [v.numel() for v in views])
+            pairs = zip(views, parts, strict=True)
+            torch._foreach_copy_(views, [values.view(view.shape) for view, values in pairs])
 
     def finish(self) -> None:
         """Waits for all that is still under way."""
@@ -127,7 +148,7 @@ class Push:
             bucket, self._next = self._next, self._next - 1
             views = routes.views(bucket, self._tensors)
             empty = torch.empty(0, device=torch.cuda.current_device())
-            sent = _joined([view.reshape(-1) for view in views], empty)
+            sent = routes.by_owner(bucket, _joined([view.reshape(-1) for view in views], empty))
             num_given = routes.num_given(bucket)
             got = sent.new_empty(sum(num_given))
             work = dist.all_to_all_single(got, sent, num_given, routes.taken[bucket], async_op=True)

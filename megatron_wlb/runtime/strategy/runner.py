@@ -71,14 +71,19 @@ class StrategyRunner:
         own_objects = {one for local in replicas.values() for one in local.objects}
         self.objects = sorted(set().union(*of_all_ranks(own_objects)))
         """What checkpoints hold besides."""
+        used: dict[str, list[list[Piece]]] = {}
+        for strategy in strategies:
+            users = used[strategy.key] = [[] for _ in range(world)]
+            for replica in strategy.replicas:
+                for user in replica.ranks:
+                    users[user] = known[user][layout_of(replica)]
+        self.buckets.place([*used.values()])
         self.store = Store(self.buckets, arena.gradients.device)
         self._links = {}
         for strategy in strategies:
-            users: list[list[Piece]] = [[] for _ in range(world)]
+            users = used[strategy.key]
             own: tuple[int | None, LocalReplica | None] = None, None
             for number, replica in enumerate(strategy.replicas):
-                for user in replica.ranks:
-                    users[user] = known[user][layout_of(replica)]
                 if rank in replica.ranks:
                     own = number, replicas[layout_of(replica)]
             adding = [[piece for piece in pieces if piece.adds] for pieces in users]

@@ -23,8 +23,8 @@ class Store:
 
     def __init__(self, buckets: Buckets, device: torch.device) -> None:
         rank = dist.get_rank()
-        limits = [buckets.shard(bucket, rank) for bucket in range(len(buckets.sizes))]
-        sizes = [stop - start for start, stop in limits]
+        kept = [buckets.parts(bucket, rank) for bucket in range(len(buckets.sizes))]
+        sizes = [sum(stop - start for start, stop in parts) for parts in kept]
         self._weights = torch.zeros(sum(sizes), device=device)
         self._gradients = torch.zeros_like(self._weights)
         self.weights = list(torch.split(self._weights, sizes))
@@ -32,16 +32,18 @@ class Store:
         self.gradients = list(torch.split(self._gradients, sizes))
         self._parameters: list[list[tuple[int, Any]]] = []
         """By bucket: the numbers of groups, and what this rank has of them there."""
-        for (start, stop), ends, weight, gradient in zip(
-            limits, buckets.ends, self.weights, self.gradients, strict=True
+        for parts, ends, weight, gradient in zip(
+            kept, buckets.ends, self.weights, self.gradients, strict=True
         ):
-            own = []
-            for group, span in enumerate(pairwise([0, *ends])):
-                cut = slice(*(min(max(at, start), stop) - start for at in span))
-                if weight[cut].numel():
-                    parameter: Any = torch.nn.Parameter(weight[cut])
-                    parameter.main_grad = gradient[cut]
-                    own.append((group, parameter))
+            own, before = [], 0
+            for start, stop in parts:
+                for group, span in enumerate(pairwise([0, *ends])):
+                    at = [before + min(max(end, start), stop) - start for end in span]
+                    if at[0] < at[1]:
+                        parameter: Any = torch.nn.Parameter(weight[slice(*at)])
+                        parameter.main_grad = gradient[slice(*at)]
+                        own.append((group, parameter))
+                before += stop - start
             self._parameters.append(own)
 
     def optimize(self, config: OptimizerConfig, groups: Sequence[Mapping[str, Any]]) -> None:

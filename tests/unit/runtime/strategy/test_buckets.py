@@ -48,10 +48,14 @@ LAYOUTS = {
 }
 
 
-def stored() -> tuple[Buckets, list[list[torch.Tensor]]]:
-    """``[ranks][buckets]``: the shards of a model, filled from whole tensors by routes."""
+def stored(*placed: str) -> tuple[Buckets, list[list[torch.Tensor]]]:
+    """``[ranks][buckets]``: the shards of a model, filled from whole tensors by routes; parts are
+    placed for some layouts.
+    """
     every = [piece for own in LAYOUTS.values() for rank in own for piece in rank]
     buckets = Buckets(every, 2, 4)
+    if placed:
+        buckets.place([LAYOUTS[name] for name in placed])
     givers = [whole_pieces(iter(every)), [], [], []]
     shards = []
     given = Routes(buckets, givers, 0)
@@ -59,12 +63,12 @@ def stored() -> tuple[Buckets, list[list[torch.Tensor]]]:
         routes = Routes(buckets, givers, rank)
         own = []
         for bucket in range(2):
-            start, stop = buckets.shard(bucket, rank)
-            shard = torch.full((stop - start,), -1)
+            size = sum(stop - start for start, stop in buckets.parts(bucket, rank))
+            shard = torch.full((size,), -1)
             sent = torch.cat(
                 [v.reshape(-1) for v in given.views(bucket, [*map(values_of, givers[0])])]
             )
-            parts = sent.split(given.taken[bucket])[rank]
+            parts = given.by_owner(bucket, sent).split(given.taken[bucket])[rank]
             for low, high in routes.given[bucket][0]:
                 shard[low:high], parts = parts[: high - low], parts[high - low :]
             assert not len(parts)
@@ -73,9 +77,12 @@ def stored() -> tuple[Buckets, list[list[torch.Tensor]]]:
     return buckets, shards
 
 
+@pytest.mark.parametrize("placed", [(), ("2*tp2",), ("tp1+tp3", "tp4")], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_gets_what_it_holds_and_nothing_else(layout: str) -> None:
-    buckets, shards = stored()
+def test_every_rank_gets_what_it_holds_and_nothing_else(
+    layout: str, placed: tuple[str, ...]
+) -> None:
+    buckets, shards = stored(*placed)
     needs = LAYOUTS[layout]
     owners = [Routes(buckets, needs, rank) for rank in range(4)]
     for user, routes in enumerate(owners):
@@ -91,6 +98,8 @@ def test_every_rank_gets_what_it_holds_and_nothing_else(layout: str) -> None:
             )
             assert [owner.num_given(bucket)[user] for owner in owners] == routes.taken[bucket]
             views = routes.views(bucket, tensors)
+            got = routes.in_order(bucket, got)
+            assert torch.equal(routes.in_order(bucket, routes.by_owner(bucket, got)), got)
             for view, values in zip(views, got.split([v.numel() for v in views]), strict=True):
                 view.copy_(values.view(view.shape))
         for piece, tensor in zip(needs[user], tensors, strict=True):
@@ -110,6 +119,37 @@ def test_shards_are_even_and_decayed_elements_come_first() -> None:
     norm = 1000 * sorted(SHAPES).index("norm")
     last = torch.cat([own[0] for own in shards])[buckets.ends[0][0] :]
     assert last.tolist() == [*range(norm, norm + 7)]
+
+
+def test_ranks_keep_equally_much_of_what_they_use() -> None:
+    buckets, shards = stored("2*tp2")
+    for bucket, size in enumerate(buckets.sizes):
+        assert all(len(own[bucket]) <= math.ceil(size / 4) for own in shards)
+    needs = LAYOUTS["2*tp2"]
+    lacking = {}
+    for name, placed in {"as they come": (), "placed": ("2*tp2",)}.items():
+        routes = [Routes(stored(*placed)[0], needs, rank) for rank in range(4)]
+        lacking[name] = sum(
+            sum(own.taken[bucket]) - own.taken[bucket][rank]
+            for rank, own in enumerate(routes)
+            for bucket in range(2)
+        )
+    # A distributed optimizer of two replicas moves half of what each rank has.
+    held = sum(
+        sum(map(sum, routes.taken)) for routes in [Routes(buckets, needs, r) for r in range(4)]
+    )
+    assert lacking["placed"] < 0.75 * lacking["as they come"]
+    assert lacking["placed"] <= 1.15 * held / 2
+
+
+def test_parts_of_stages_lie_with_the_ranks_that_run_them() -> None:
+    """Two replicas of two stages, four layers: each rank keeps parts of its two layers alone."""
+    wholes = [WholeTensor(f"w{n}", (), (), (16, 4), n, False) for n in range(4)]
+    stages = [[Piece(whole) for whole in wholes[at : at + 2]] for at in (0, 2)]
+    buckets = Buckets([piece for stage in stages for piece in stage], 4, 4)
+    buckets.place([[stages[0], stages[1], stages[0], stages[1]]])
+    sizes = [[len(buckets.parts(bucket, rank)) for rank in range(4)] for bucket in range(4)]
+    assert sizes == [[2, 0, 2, 0], [2, 0, 2, 0], [0, 2, 0, 2], [0, 2, 0, 2]]
 
 
 def test_tensors_divided_along_two_axes_are_refused() -> None:
