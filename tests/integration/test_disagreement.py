@@ -147,7 +147,7 @@ def refused(folder: Path, corpus: Path, name: str, trainer: str, layout: Flags) 
     num = 2
     if "wlb_strategies" in layout:
         flags |= {"wlb_strategies": strategies_file(folder, layout["wlb_strategies"], num)}
-        flags |= {"wlb_packing": None, "wlb_hardware": "cpu"}
+        flags |= {"wlb_packing": None, "wlb_hardware": "machine.yaml"}
     write_files(folder, corpus)
     fault = FAULTS[name]
     others = command_line(fault) if isinstance(fault, dict) else []

@@ -18,6 +18,7 @@ from megatron_lm_runs import (
     launch,
     logged,
     needs_megatron_lm,
+    run_without_launcher,
     validations,
 )
 from trainer_runs import losses, read_metrics
@@ -179,3 +180,9 @@ def test_killed_run_goes_on_under_other_strategies_and_without_any(
     found = losses(tmp_path / "plain")
     assert [*found] == [*range(7, NUM_STEPS + 1)]
     assert losses(tmp_path / "two") == pytest.approx(found, rel=1e-6)
+
+    weights = {"load": "ck", "ckpt_step": 12, "finetune": True, "train_iters": 1}
+    stock = BOTH | {n: FLAGS[n] for n in ("num_layers", "num_attention_heads", "wlb_hardware")}
+    stock |= same | weights | {"data_path": corpus, "wlb_hardware": None}
+    (loss,) = map(float, logged(finish(run_without_launcher(tmp_path, 1, stock)), "lm loss"))
+    assert loss < expected[2] - 0.3, "weights of the last step, not first ones"
