@@ -35,9 +35,8 @@ from megatron.core.transformer.transformer_config import (
 
 from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
-from megatron_wlb.planning.expert_rules import expert_layers
 from megatron_wlb.planning.from_config import padded_vocab_size
-from megatron_wlb.planning.sliding import windowed_layers
+from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.attention.core import (
     AttentionOptions,

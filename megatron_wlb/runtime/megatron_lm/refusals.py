@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.planning.packing.needs import OBSTACLES
 from megatron_wlb.planning.packing.settings import kind_in
 from megatron_wlb.settings.split import PipelineSplit
 
@@ -205,206 +204,141 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--mtp-standalone", "its stage has a schedule of its own"),
     Refusal("--mtp-use-repeated-layer", "cost and memory models know a layer for each depth"),
     Refusal("--mtp-detach-heads", "it was not compared with one process"),
-    Refusal(
-        "--position-embedding-type", "positions are by document",
-        "use rope, learned_absolute or none", ("rope", "learned_absolute", "none"),
-    ),
-    Refusal(
-        "--softmax-type", "packed attention has the plain softmax", "use vanilla", ("vanilla",)
+    Refusal("--position-embedding-type", "positions are by document",
+        "use rope, learned_absolute or none", ("rope", "learned_absolute", "none")),
+    Refusal("--softmax-type", "packed attention has the plain softmax", "use vanilla", ("vanilla",)
     ),
     Refusal("--qk-clip", _NO_LOGITS),
     Refusal("--log-max-attention-logit", _NO_LOGITS),
     Refusal("--attention-output-gate", _OTHER_LAYERS),
-    Refusal(
-        "--transformer-impl", "it is made for inference", "use local or transformer_engine",
-        ("local", "transformer_engine"),
-    ),
+    Refusal("--transformer-impl", "it is made for inference", "use local or transformer_engine",
+        ("local", "transformer_engine")),
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
-    Refusal(
-        "--fp8-format", "layers of the local implementation would train in bf16 without a word",
-        "use --transformer-impl transformer_engine", refused=_unquantised,
-    ),
-    Refusal(
-        "--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
-        "use --fp8-format",
-    ),
+    Refusal("--fp8-format", "layers of the local implementation would train in bf16 without a word",
+        "use --transformer-impl transformer_engine", refused=_unquantised),
+    Refusal("--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
+        "use --fp8-format"),
     Refusal(
         "--fine-grained-activation-offloading", "it keeps the host's buffers of every length that "
-        "it has met, and lengths of micro-batches vary",
-    ),
+        "it has met, and lengths of micro-batches vary"),
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),
     Refusal(
         "--defer-embedding-wgrad-compute", "with --sequence-parallel it gathers all micro-batches "
-        "at the length of the first, and lengths of micro-batches vary", refused=_defers_gathered,
-    ),
+        "at the length of the first, and lengths of micro-batches vary", refused=_defers_gathered),
     Refusal(
         "--recompute-modules", "Megatron's recomputation of mlp gives back the bias itself, whose "
         "gradient then needs its own: the first backward pass never ends",
-        "use --disable-bias-linear, or leave mlp out", refused=_recomputes_biases,
-    ),
+        "use --disable-bias-linear, or leave mlp out", refused=_recomputes_biases),
     # The layout.
     Refusal("--hybrid-context-parallel", _OWN_PACKING),
     Refusal("--dynamic-context-parallel", _OWN_PACKING),
     Refusal("--sequence-packing-scheduler", _OWN_PACKING),
-    Refusal(
-        "--no-overlap-p2p-communication",
+    Refusal("--no-overlap-p2p-communication",
         "with 2 pipeline stages and virtual stages, activations and gradients of one batch would "
-        "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up,
-    ),
+        "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
         "--moe-token-dispatcher-type", "the buffers of HybridEP hold as many tokens of each rank "
         "as of this one, and lengths of micro-batches vary",
-        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_pads_experts,
-    ),
+        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_pads_experts),
     Refusal(
         "--moe-pad-expert-input-to-capacity", "ranks would exchange as many tokens as their own "
         "micro-batch has, and lengths of micro-batches vary",
-        "leave it out, as --moe-expert-capacity-factor alone drops tokens too",
-    ),
-    Refusal(
-        "--mlp-chunks-for-training", "experts would be chosen for a part of a micro-batch at a "
-        "time, and their losses and counts are by document", refused=_routes_in_parts,
-    ),
-    Refusal(
-        "--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
-        "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else,
-    ),
-    Refusal(
-        "--use-megatron-fsdp",
+        "leave it out, as --moe-expert-capacity-factor alone drops tokens too"),
+    Refusal("--mlp-chunks-for-training", "experts would be chosen for a part of a micro-batch at a "
+        "time, and their losses and counts are by document", refused=_routes_in_parts),
+    Refusal("--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
+        "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else),
+    Refusal("--use-megatron-fsdp",
         "its wrapper runs on CUDA devices alone, where it was not compared with one process",
-        "use --use-torch-fsdp2 or --use-distributed-optimizer",
-    ),
+        "use --use-torch-fsdp2 or --use-distributed-optimizer"),
     Refusal(
         "--use-torch-fsdp2", "with --num-experts or --mtp-num-layers it was not compared with one "
-        "process", "use --use-distributed-optimizer", refused=_shards_other_layers,
-    ),
+        "process", "use --use-distributed-optimizer", refused=_shards_other_layers),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     # The data.
-    Refusal(
-        "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
+    Refusal("--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
     ),
-    Refusal(
-        "--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
-        refused=_mocks_corpora,
-    ),
+    Refusal("--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
+        refused=_mocks_corpora),
     Refusal("--use-varlen-dataset", _OTHER_DATA, "use --data-path, or --sft with its files"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
-    Refusal(
-        "--dataloader-inter-document-masking", "attention stays inside each document already"
-    ),
+    Refusal("--dataloader-inter-document-masking", "attention stays inside each document already"),
     Refusal("--dataloader-save", "the state of the data is in the checkpoint itself"),
     Refusal("--object-storage-cache-path", "corpora must be files"),
     Refusal("--full-validation", "an evaluation is so many steps", "use --eval-iters"),
     Refusal("--multiple-validation-sets", "an evaluation is of one blend"),
     Refusal("--phase-transition-iterations", "a stream of documents has one phase"),
-    Refusal(
-        "--wlb-epochs", "Megatron's loop ends by steps", "use --train-iters or --train-samples"
+    Refusal("--wlb-epochs", "Megatron's loop ends by steps", "use --train-iters or --train-samples"
     ),
-    Refusal(
-        "--wlb-strategies",
+    Refusal("--wlb-strategies",
         "Megatron's training loop has one model, one set of process groups and one optimizer "
         "(DistributedOptimizer or not) a rank for all steps, and strategies have others in each "
         "step",
-        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/strategies.md)",
-    ),
+        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/strategies.md)"),
     # Checkpoints.
-    Refusal(
-        "--override-ckpt-iteration", "which documents were trained is known of the saved step",
-        "give --ckpt-step with a saved one",
-    ),
-    Refusal(
-        "--use-distributed-optimizer",
+    Refusal("--override-ckpt-iteration", "which documents were trained is known of the saved step",
+        "give --ckpt-step with a saved one"),
+    Refusal("--use-distributed-optimizer",
         "in fp32 Megatron saves a form of its state that it cannot load",
         "add --dist-ckpt-optim-fully-reshardable with --ckpt-format torch_dist, or train in --bf16",
-        refused=_cannot_load,
-    ),
+        refused=_cannot_load),
     Refusal(
         "--ckpt-format", "the packer's state is saved in two formats", "use torch_dist or torch",
-        ("torch_dist", "torch"),
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type", "the packer's state is saved in files that all ranks see",
-        "use global", ("global",),
-    ),
+        ("torch_dist", "torch")),
+    Refusal("--non-persistent-ckpt-type", "the packer's state is saved in files that all ranks see",
+        "use global", ("global",)),
 )  # fmt: skip
-
-OF_PACKINGS: dict[str, tuple[Refusal, ...]] = {
-    "deferred gradients": (
-        Refusal("--defer-embedding-wgrad-compute", OBSTACLES["deferred gradients"]),
-    ),
-}
-"""Flags that cannot run with some packings, by what these cannot run with."""
 
 NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--reset-position-ids", "positions start anew in each document already"),
     Refusal("--reset-attention-mask", "attention stays inside each document already"),
     Refusal("--eod-mask-loss", "the last token of a document predicts nothing already"),
-    Refusal(
-        "--dataloader-type",
+    Refusal("--dataloader-type",
         "documents come from our own stream (order and epochs: docs/data-and-checkpoints.md)",
-        allowed=("single", "external"),
-    ),
-    Refusal(
-        "--per-dataset-sequences-path",
-        "every corpus's own .idx file is read, which says how many sequences it has",
-    ),
-    Refusal(
-        "--ddp-average-in-collective",
-        "a loss per token divides gradients once, by the tokens of the step",
-    ),
-    Refusal(
-        "--rampup-batch-size",
+        allowed=("single", "external")),
+    Refusal("--per-dataset-sequences-path",
+        "every corpus's own .idx file is read, which says how many sequences it has"),
+    Refusal("--ddp-average-in-collective",
+        "a loss per token divides gradients once, by the tokens of the step"),
+    Refusal("--rampup-batch-size",
         "this version of Megatron-LM ignores it, and has --step-batch-size-schedule instead",
-        refused=_ramps_in_vain,
-    ),
-    Refusal(
-        "--hierarchical-context-parallel-sizes",
+        refused=_ramps_in_vain),
+    Refusal("--hierarchical-context-parallel-sizes",
+        "keys and values are gathered over all context-parallel ranks at once"),
+    Refusal("--cp-comm-type",
         "keys and values are gathered over all context-parallel ranks at once",
-    ),
-    Refusal(
-        "--cp-comm-type",
-        "keys and values are gathered over all context-parallel ranks at once",
-        allowed=(["p2p"], ["all_gather"], "p2p"),
-    ),
+        allowed=(["p2p"], ["all_gather"], "p2p")),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
     Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
     Refusal("--tp-comm-overlap", _ONE_BUFFER),
-    Refusal(
-        "--moe-token-dispatcher-type",
+    Refusal("--moe-token-dispatcher-type",
         "it gathers one length from all ranks, and alltoall, which "
         "computes the same, takes its place",
-        refused=_gathers_tokens,
-    ),
-)
+        refused=_gathers_tokens),
+)  # fmt: skip
 """Flags without which the same numbers are computed: told, and left alone or turned off."""
 
 TOLD: tuple[Refusal, ...] = (
-    Refusal(
-        "--attention-dropout",
+    Refusal("--attention-dropout",
         "the kernels flash-attn-3 and torch-cpu have no dropout, and with it attention has no head "
         "start",
-        "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)",
-    ),
-    Refusal(
-        "--moe-token-dispatcher-type",
+        "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)"),
+    Refusal("--moe-token-dispatcher-type",
         "DeepEP exchanges the numbers of tokens, as lengths that vary need, but nobody has tried "
         "it with plans yet",
         "compare the first losses with those of alltoall",
-        refused=_runs_deepep,
-    ),
-    Refusal(
-        "--disable-gloo-process-groups",
+        refused=_runs_deepep),
+    Refusal("--disable-gloo-process-groups",
         "Megatron makes no groups of gloo, but ranks compare plans between their hosts, without "
         "waiting for GPUs, and open two groups of gloo for that",
         "let its connections through (GLOO_SOCKET_IFNAME names the network)",
-        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False,
-    ),
-)
+        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False),
+)  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
 
 _TURNED_OFF: dict[str, Any] = {
@@ -459,10 +393,9 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
 
 def of_packing(args: argparse.Namespace, packing: str | None) -> Iterator[str]:
     """Lists the flags that cannot run with a packing."""
-    cannot = kind_in(packing).cannot if packing else ()
-    for name, rows in OF_PACKINGS.items():
-        if name in cannot:
-            yield from (refusal.message(args) for refusal in rows if refusal.applies(args))
+    for flag, reason in (kind_in(packing).cannot if packing else {}).items():
+        if (refusal := Refusal(flag, reason)).applies(args):
+            yield refusal.message(args)
 
 
 def _shards(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import pytest
 from megatron_wlb.cost.parts import Attention
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.sliding import reach_tokens, windowed_layers
+from megatron_wlb.planning.layer_patterns import reach_tokens, windowed_layers
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
