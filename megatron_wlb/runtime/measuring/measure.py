@@ -31,7 +31,7 @@ from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead, layers_of, take_losses
 from megatron_wlb.runtime.ranks.transfer import from_first_rank
-from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.saving.core import rng_state, set_rng_state
 from megatron_wlb.runtime.stepping.batch import local_params
 
 logger = logging.getLogger(__name__)
