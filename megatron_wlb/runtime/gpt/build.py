@@ -162,7 +162,7 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def _called_alike(config: Config, kind: type[TransformerConfig]) -> dict[str, Any]:
-    """The settings that Megatron's configuration calls as we do; of experts where there are any."""
+    """The settings that Megatron's configuration names as we do; without experts, not theirs."""
     settings = config.flat()
     return {
         f.name: settings[f.name]

@@ -242,7 +242,7 @@ class Found:
 
     @property
     def num_updates(self) -> int | None:
-        """Adam's updates, of a checkpoint of strategies; None of others."""
+        """Adam's updates, if strategies saved it; else None."""
         number: int | None = self.common.get("num_updates")
         return number
 

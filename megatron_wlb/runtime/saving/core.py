@@ -116,7 +116,7 @@ def refuse_save(folder: str | Path, failure: BaseException) -> NoReturn:
 
 
 def reason(error: BaseException) -> str:
-    """Puts an error into one line; of Megatron's collected errors, the first rank's."""
+    """Puts an error into one line: the first rank's, where Megatron collects several."""
     if isinstance(error, CheckpointException):
         for failure, _ in error.failures.values():
             return reason(failure)
