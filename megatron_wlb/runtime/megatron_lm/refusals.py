@@ -18,9 +18,6 @@ from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
 
-Condition = Callable[[argparse.Namespace], bool]
-
-
 _NAMES = {
     "--fp8-format": "fp8",
     "--fp4-format": "fp4",
@@ -38,7 +35,7 @@ class Refusal:
     remedy: str = "leave it out"
     allowed: tuple[Any, ...] = ()
     """Values that can run. None given: the flag's absence (None, False, 0, an empty list)."""
-    refused: Condition | None = None
+    refused: Callable[[_Given], Any] | None = None
     """Decides instead, if given."""
 
     @property
@@ -48,7 +45,7 @@ class Refusal:
 
     def applies(self, args: argparse.Namespace) -> bool:
         if self.refused is not None:
-            return self.refused(args)
+            return bool(self.refused(_Given(args)))
         value = getattr(args, self.name, None)
         if self.allowed:
             return value not in (None, *self.allowed)
@@ -66,82 +63,58 @@ class Refusal:
         return f"{self.given(args)} does not work with --wlb-packing: {self.reason}; {self.remedy}"
 
 
-def _has_chunks(args: argparse.Namespace) -> bool:
-    layout = getattr(args, "pipeline_model_parallel_layout", None)
-    split = PipelineSplit(pipeline_model_parallel_layout=layout)
-    return (split.vpp_size(args.pipeline_model_parallel_size) or 1) > 1
+class _Given:
+    """Megatron's arguments; what this version does not have, or was not given, is None."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name, None)
 
 
-def _mixes_up(args: argparse.Namespace) -> bool:
-    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    is_virtual = any(getattr(args, name, None) is not None for name in names) or _has_chunks(args)
+def _mixes_up(args: _Given) -> bool:
+    split = PipelineSplit(pipeline_model_parallel_layout=args.pipeline_model_parallel_layout)
+    is_virtual = (
+        args.num_layers_per_virtual_pipeline_stage is not None
+        or args.num_virtual_stages_per_pipeline_rank is not None
+        or (split.vpp_size(args.pipeline_model_parallel_size) or 1) > 1
+    )
     return args.pipeline_model_parallel_size == 2 and is_virtual and not args.overlap_p2p_comm
 
 
-def _unquantised(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "fp8", None)) and args.transformer_impl == "local"
-
-
-def _scales_late(args: argparse.Namespace) -> bool:
-    delayed = getattr(args, "fp8_recipe", None) in (None, "delayed")
-    return bool(getattr(args, "fp8", None)) and delayed
-
-
-def _cannot_load(args: argparse.Namespace) -> bool:
+def _cannot_load(args: _Given) -> bool:
     saves_state = args.use_distributed_optimizer and args.save and not args.no_save_optim
     resharded = args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable
     return bool(saves_state and not (args.bf16 or args.fp16) and not resharded)
 
 
-def _defers_gathered(args: argparse.Namespace) -> bool:
-    # With TP 1 Megatron turns sequence parallelism off.
-    return bool(
-        getattr(args, "defer_embedding_wgrad_compute", False)
-        and getattr(args, "sequence_parallel", False)
-        and args.tensor_model_parallel_size > 1
-    )
-
-
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
 
 
-def _balances_else(args: argparse.Namespace) -> bool:
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
-    return bool({kinds} - _BALANCING if isinstance(kinds, str) else set(kinds) - _BALANCING)
+def _balances_else(args: _Given) -> bool:
+    kinds = args.moe_router_load_balancing_type or []
+    return bool(({kinds} if isinstance(kinds, str) else {*kinds}) - _BALANCING)
 
 
-def _gathers_tokens(args: argparse.Namespace) -> bool:
-    gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
-    return gathers and bool(getattr(args, "num_experts", None))
+def _gathers_tokens(args: _Given) -> bool:
+    return bool(args.moe_token_dispatcher_type == "allgather" and args.num_experts)
 
 
-def _recomputes_biases(args: argparse.Namespace) -> bool:
-    if getattr(args, "recompute_granularity", None) != "selective":
-        return False
-    is_dense = not getattr(args, "num_experts", None)
-    modules = getattr(args, "recompute_modules", None) or []
-    return "mlp" in modules and is_dense and bool(getattr(args, "add_bias_linear", False))
+def _recomputes_biases(args: _Given) -> bool:
+    is_selective = args.recompute_granularity == "selective" and not args.num_experts
+    return bool(is_selective and "mlp" in (args.recompute_modules or []) and args.add_bias_linear)
 
 
-def _routes_in_parts(args: argparse.Namespace) -> bool:
-    num_parts = getattr(args, "mlp_chunks_for_training", None) or 1
-    return num_parts > 1 and bool(getattr(args, "num_experts", None))
+def _runs_deepep(args: _Given) -> bool:
+    backend = args.moe_flex_dispatcher_backend or "deepep"
+    is_deepep = args.moe_enable_deepep or backend == "deepep"
+    return is_deepep and args.moe_token_dispatcher_type == "flex"
 
 
-def _pads_experts(args: argparse.Namespace) -> bool:
-    kind = getattr(args, "moe_token_dispatcher_type", None)
+def _pads_experts(args: _Given) -> bool:
+    kind = args.moe_token_dispatcher_type
     return kind not in (None, "alltoall", "allgather") and not _runs_deepep(args)
-
-
-def _runs_deepep(args: argparse.Namespace) -> bool:
-    backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
-    is_deepep = getattr(args, "moe_enable_deepep", False) or backend == "deepep"
-    return is_deepep and getattr(args, "moe_token_dispatcher_type", None) == "flex"
-
-
-def _shards_other_layers(args: argparse.Namespace) -> bool:
-    others = getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
-    return bool(getattr(args, "use_torch_fsdp2", False) and others)
 
 
 def ignores_ramps(args: argparse.Namespace) -> bool:
@@ -149,21 +122,9 @@ def ignores_ramps(args: argparse.Namespace) -> bool:
     return "step_batch_size_schedule" in vars(args)  # Words have any name
 
 
-def _ramps_in_vain(args: argparse.Namespace) -> bool:
-    return bool(args.rampup_batch_size) and ignores_ramps(args)
-
-
-def _no_data(args: argparse.Namespace) -> bool:
-    return not (_names_corpora(args) or getattr(args, "mock_data", False))
-
-
-def _mocks_corpora(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "mock_data", False)) and _names_corpora(args)
-
-
-def _names_corpora(args: argparse.Namespace) -> bool:
+def _names_corpora(args: _Given) -> bool:
     names = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
-    return any(getattr(args, name, None) for name in names)
+    return any(getattr(args, name) for name in names)
 
 
 _OTHER_LAYERS = "cost and memory models know attention, feed-forward parts and experts only"
@@ -216,7 +177,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
     Refusal("--fp8-format", "layers of the local implementation would train in bf16 without a word",
-        "use --transformer-impl transformer_engine", refused=_unquantised),
+        "use --transformer-impl transformer_engine",
+        refused=lambda a: a.fp8 and a.transformer_impl == "local"),
     Refusal("--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
         "use --fp8-format"),
     Refusal(
@@ -225,7 +187,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),
     Refusal(
         "--defer-embedding-wgrad-compute", "with --sequence-parallel it gathers all micro-batches "
-        "at the length of the first, and lengths of micro-batches vary", refused=_defers_gathered),
+        "at the length of the first, and lengths of micro-batches vary",
+        refused=lambda a: a.defer_embedding_wgrad_compute and a.sequence_parallel
+        and a.tensor_model_parallel_size > 1),
     Refusal(
         "--recompute-modules", "Megatron's recomputation of mlp gives back the bias itself, whose "
         "gradient then needs its own: the first backward pass never ends",
@@ -247,7 +211,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "micro-batch has, and lengths of micro-batches vary",
         "leave it out, as --moe-expert-capacity-factor alone drops tokens too"),
     Refusal("--mlp-chunks-for-training", "experts would be chosen for a part of a micro-batch at a "
-        "time, and their losses and counts are by document", refused=_routes_in_parts),
+        "time, and their losses and counts are by document",
+        refused=lambda a: (a.mlp_chunks_for_training or 1) > 1 and a.num_experts),
     Refusal("--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
         "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else),
     Refusal("--use-megatron-fsdp",
@@ -255,14 +220,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --use-torch-fsdp2 or --use-distributed-optimizer"),
     Refusal(
         "--use-torch-fsdp2", "with --num-experts or --mtp-num-layers it was not compared with one "
-        "process", "use --use-distributed-optimizer", refused=_shards_other_layers),
+        "process", "use --use-distributed-optimizer",
+        refused=lambda a: a.use_torch_fsdp2 and (a.num_experts or a.mtp_num_layers)),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     # The data.
-    Refusal("--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
+    Refusal("--data-path", _OTHER_DATA, "give --data-path with the prefix of one",
+        refused=lambda a: not (_names_corpora(a) or a.mock_data)
     ),
     Refusal("--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
-        refused=_mocks_corpora),
+        refused=lambda a: a.mock_data and _names_corpora(a)),
     Refusal("--use-varlen-dataset", _OTHER_DATA, "use --data-path, or --sft with its files"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
@@ -306,7 +273,7 @@ NO_EFFECT: tuple[Refusal, ...] = (
         "a loss per token divides gradients once, by the tokens of the step"),
     Refusal("--rampup-batch-size",
         "this version of Megatron-LM ignores it, and has --step-batch-size-schedule instead",
-        refused=_ramps_in_vain),
+        refused=lambda a: a.rampup_batch_size and ignores_ramps(a._args)),
     Refusal("--hierarchical-context-parallel-sizes",
         "keys and values are gathered over all context-parallel ranks at once"),
     Refusal("--cp-comm-type",
@@ -337,7 +304,7 @@ TOLD: tuple[Refusal, ...] = (
         "Megatron makes no groups of gloo, but ranks compare plans between their hosts, without "
         "waiting for GPUs, and open two groups of gloo for that",
         "let its connections through (GLOO_SOCKET_IFNAME names the network)",
-        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False),
+        refused=lambda a: a.enable_gloo_process_groups is False),
 )  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
 
@@ -368,7 +335,9 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
     for told in TOLD:
         if told.applies(args):
             logger.warning("%s: %s; %s", told.given(args), told.reason, told.remedy)
-    if _scales_late(args) and args.world_size > _shards(args):
+    given = _Given(args)
+    scales_late = given.fp8 and given.fp8_recipe in (None, "delayed")
+    if scales_late and args.world_size > _shards(args):
         logger.warning(
             "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
             "micro-batch; --fp8-recipe tensorwise spares that"
@@ -417,7 +386,7 @@ def turn_off(args: argparse.Namespace) -> None:
     for name, value in _TURNED_OFF.items():
         if hasattr(args, name):
             setattr(args, name, value)
-    if _gathers_tokens(args):
+    if _gathers_tokens(_Given(args)):
         args.moe_token_dispatcher_type = "alltoall"
     if getattr(args, "multi_latent_attention", False):
         args.apply_rope_fusion = False
