@@ -160,12 +160,12 @@ class Rule:
     """
 
     name: str
-    when: Callable[[Facts, Any], Any]
-    """Asked of a run's facts and the setting's value; anything false lets it run."""
+    when: Callable[[Any, Any], Any]
+    """Asked of a run's :class:`Facts` and the setting's value; anything false lets it run."""
     reason: str
     remedy: str = "leave it out"
 
-    def refusal(self, facts: Facts) -> str:
+    def refusal(self, facts: Any) -> str:
         """The line that a user reads; empty where the rule lets the run go on."""
         value = getattr(facts, self.name) if self.name else None
         if not (found := self.when(facts, value)):
@@ -458,6 +458,17 @@ EMBEDDED: Rules = (
         "micro-batches have unequal lengths", "use alltoall"),
 )  # fmt: skip
 """What the embedded trainer cannot run besides."""
+
+LAUNCHED: tuple[Rule, ...] = (
+    Rule("wlb_epochs", lambda f, v: v, "Megatron's loop ends by steps",
+        "use --train-iters or --train-samples"),
+    Rule("wlb_strategies", lambda f, v: v,
+        "Megatron's training loop has one model, one set of process groups and one optimizer "
+        "(DistributedOptimizer or not) a rank for all steps, and strategies have others in each "
+        "step",
+        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/strategies.md)"),
+)  # fmt: skip
+"""What the launcher cannot run besides. It asks only for the settings of these rules."""
 
 RULES: dict[str, Rules] = {
     "multi_latent_attention": LATENT,

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.packing.settings import kind_in
+from megatron_wlb.planning.rules import LAUNCHED
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -239,13 +240,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--full-validation", "an evaluation is so many steps", "use --eval-iters"),
     Refusal("--multiple-validation-sets", "an evaluation is of one blend"),
     Refusal("--phase-transition-iterations", "a stream of documents has one phase"),
-    Refusal("--wlb-epochs", "Megatron's loop ends by steps", "use --train-iters or --train-samples"
-    ),
-    Refusal("--wlb-strategies",
-        "Megatron's training loop has one model, one set of process groups and one optimizer "
-        "(DistributedOptimizer or not) a rank for all steps, and strategies have others in each "
-        "step",
-        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/strategies.md)"),
     # Checkpoints.
     Refusal("--override-ckpt-iteration", "which documents were trained is known of the saved step",
         "give --ckpt-step with a saved one"),
@@ -346,6 +340,7 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     yield from (refusal.message(args) for refusal in REFUSALS if refusal.applies(args))
+    yield from filter(None, (rule.refusal(_Given(args)) for rule in LAUNCHED))
     yield from of_packing(args, getattr(args, "wlb_packing", None))
     if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
         yield (  # Words have those that were given

@@ -234,6 +234,7 @@ REFUSED = [
         ["--overlap-param-gather", "add --use-distributed-optimizer", "or leave it out"],
     ),
     ("--lr -1", 1, ["--lr is -1.0", "[0, inf)"]),
+    ("--num-layers 0", 1, ["--num-layers is 0; it must be at least 1"]),
     ("--num-layers 100000000000", 1, ["--num-layers is 100000000000", "at most 10000"]),
     ("--seed 4294967296", 1, ["--seed is 4294967296", "[0, 4294967296)"]),
     ("--hidden-dropout 1.0", 1, ["--hidden-dropout is 1.0", "[0, 1)"]),
@@ -405,45 +406,6 @@ def test_evaluation_beside_a_schedule_of_batches_has_micro_batches_to_interleave
     guards.check_evaluation(parse(f"{growing} --global-batch-size 2".split()), 2)
 
 
-AT_LEAST_1 = [
-    "tensor-model-parallel-size",
-    "pipeline-model-parallel-size",
-    "context-parallel-size",
-    "distributed-timeout-minutes",
-    "num-layers",
-    "hidden-size",
-    "ffn-hidden-size",
-    "num-attention-heads",
-    "num-query-groups",
-    "kv-channels",
-    "make-vocab-size-divisible-by",
-    "vocab-size",
-    "micro-batch-size",
-    "global-batch-size",
-    "train-iters",
-    "exit-interval",
-    "lr-decay-iters",
-    "recompute-num-layers",
-    "eval-iters",
-    "save-interval",
-    "log-interval",
-    "wlb-epochs",
-    "wlb-units",
-    "wlb-slice-multiple",
-]
-AT_LEAST_0 = ["lr-warmup-iters", "eval-interval", "wlb-max-age", "wlb-verify-plan-interval"]
-
-
-@pytest.mark.parametrize(
-    ("flag", "least"), [(f, 1) for f in AT_LEAST_1] + [(f, 0) for f in AT_LEAST_0]
-)
-def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
-    for value in (least - 1, -7):
-        with pytest.raises(ConfigError) as caught:
-            check_all(f"--{flag} {value}", 1)
-        assert str(caught.value) == f"--{flag} is {value}; it must be at least {least}"
-
-
 @pytest.mark.parametrize(
     ("flags", "world_size", "num_micro_batches"),
     [
@@ -486,6 +448,24 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
 )  # fmt: skip
 def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int) -> None:
     assert check_all(flags, world_size) == num_micro_batches
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rampup-batch-size 2 2 100",
+        "--step-batch-size-schedule 0:2,1M:8",
+        "--decrease-batch-size-if-needed",
+        "--fp8-format hybrid",
+        "--use-torch-fsdp2",
+        "--num-experts 8 --moe-token-dispatcher-type flex",
+    ],
+)
+def test_the_embedded_trainer_refuses_what_only_the_launcher_has(flags: str) -> None:
+    guards.check_embedded(parse([]))
+    *_, flag = (word for word in flags.split() if word.startswith("--"))
+    with pytest.raises(ConfigError, match=f"^{flag} is "):
+        guards.check_embedded(parse(flags.split()))
 
 
 def test_data_parallel_size_is_what_is_left_of_the_world() -> None:
