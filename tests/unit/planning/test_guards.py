@@ -444,6 +444,8 @@ def test_evaluation_beside_a_schedule_of_batches_has_micro_batches_to_interleave
         ("--micro-batch-size 2 --seq-length 512 --wlb-max-tokens 1024", 2, 2),
         ("--micro-batch-size 2 --decrease-batch-size-if-needed --global-batch-size 15", 2, 3),
         ("--rampup-batch-size 2 2 100", 2, 4),
+        (f"{EXPERTS} --expert-model-parallel-size 4", 4, 2),
+        (f"{EXPERTS} --moe-layer-freq [0]+[1]*3", 4, 2),
     ],
 )  # fmt: skip
 def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int) -> None:
