@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.gloo import GlooPool
 from helpers.texts import write_texts
+from hypothesis import settings
 
 FOLDERS = {
     "unit": "tests/unit/",
@@ -33,6 +34,9 @@ OUTCOMES = {
 }
 
 
+# The same examples each time, however busy the machine is.
+settings.register_profile("tests", deadline=None, derandomize=True)
+settings.load_profile("tests")
 _POOL = pytest.StashKey[GlooPool]()
 
 
