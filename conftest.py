@@ -6,17 +6,15 @@ a tier of their own wherever they stand.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.gloo import GlooPool
-
-from megatron_wlb.data.corpus import build_corpus
+from helpers.texts import write_texts
+from hypothesis import settings
 
 FOLDERS = {
     "unit": "tests/unit/",
@@ -36,6 +34,9 @@ OUTCOMES = {
 }
 
 
+# The same examples each time, however busy the machine is.
+settings.register_profile("tests", deadline=None, derandomize=True)
+settings.load_profile("tests")
 _POOL = pytest.StashKey[GlooPool]()
 
 
@@ -84,13 +85,7 @@ def gloo(pytestconfig: pytest.Config) -> Iterator[GlooPool]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 documents of 5 to 4,000 bytes, heavy-tailed, 100,000 in all; the same everywhere."""
     folder = tmp_path_factory.mktemp("corpus")
-    generator = np.random.RandomState(7)
-    with (folder / "texts.jsonl").open("w") as stream:
-        for length in np.clip(generator.lognormal(4.9, 1.3, 300), 5, 4000).astype(int):
-            words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
-            stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
-    build_corpus([folder / "texts.jsonl"], folder / "texts")
-    return folder / "texts"
+    return write_texts(folder / "texts", mean=4.9, spread=1.3, most=4000, seed=7)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -275,7 +275,7 @@ def _run_of(
 
 
 def _stamp(path: Path) -> Stamp:
-    """Which file it is, and which state of it; none of what cannot be read, which says so later."""
+    """A file's path, time and size; zeros for one that cannot be read, as a later error says."""
     try:
         found = path.resolve().stat()
     except OSError:

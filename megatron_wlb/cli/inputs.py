@@ -392,8 +392,8 @@ def asked(args: argparse.Namespace, model: Model) -> Config:
 def divided(args: argparse.Namespace, config: Config, *, as_model: bool, keep_vpp: bool) -> Config:
     """``config`` with the flags of sizes and stages over it.
 
-    The stages of ``--model`` stay where ``as_model`` and the flags have no others; of another
-    pipeline its VPP does if ``keep_vpp``.
+    With ``as_model`` the stages of ``--model`` stay unless flags give others. With ``keep_vpp`` its
+    VPP stays in another pipeline.
     """
     given = {name: getattr(args, name, None) for name in SIZES}
     for name, size in given.items():
@@ -468,5 +468,5 @@ def _vocab_size(args: argparse.Namespace, config: Config) -> int:
 def cost_of_file(
     args: argparse.Namespace, shape: ModelShape | None = None, layout: Parallelism | None = None
 ) -> Cost:
-    """What ``--cost`` names, of this model and layout where they are known."""
+    """The cost that ``--cost`` names, compared with model and layout where they are known."""
     return read_cost(args.cost, "--cost", shape, layout, extrapolate=args.cost_extrapolate)

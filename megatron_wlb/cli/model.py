@@ -51,7 +51,7 @@ class Model:
         return self.config.training.micro_batch_size if given else None
 
     def num_micro_batches(self, micro_batch_size: int) -> int | None:
-        """N, of so many windows each, once batches have grown.
+        """N, if a micro-batch has so many windows, once batches have grown.
 
         Raises :class:`ConfigError` where the batch has a rest.
         """

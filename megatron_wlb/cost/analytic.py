@@ -49,7 +49,7 @@ _LOSS_BYTES = 9 * _FP32
 
 @dataclass(frozen=True, slots=True)
 class ForwardTimes:
-    """Forward of one layer, or of what a stage has besides layers: µs on each device."""
+    """The forward pass of one layer, or of a stage's other parts: µs on each device."""
 
     matrix_us: float
     """A token, as are those that follow."""
@@ -57,22 +57,22 @@ class ForwardTimes:
     tp_us: float
     """Tensor-parallel collectives."""
     tp_backward_us: float
-    """What is not hidden of those of the backward pass."""
+    """The part of the backward pass's collectives that is not hidden."""
     cp_us: float = 0.0
     """Context-parallel exchange that is not hidden."""
     cp_copy_us: float = 0.0
-    """The copy of what it brings."""
+    """Copying what the exchange brings."""
     attention_us: float = 0.0
     """A token²."""
     unseen_us: float = 0.0
     """What a sliding window saves of that, a token² beyond its reach."""
     again_us: float = 0.0
-    """What of the forward runs once more in backward, a token."""
+    """The part of the forward pass that runs once more in backward, a token."""
     ep_us: float = 0.0
     """Exchange with experts of other ranks, as much backward as forward."""
     routed_us: float = 0.0
-    """What of ``matrix_us`` and ``elementwise_us`` experts do: each rank's for all that exchange
-    tokens with it."""
+    """The experts' part of ``matrix_us`` and ``elementwise_us``. A rank computes it for all ranks
+    that exchange tokens with it."""
     num_kernels: int = 0
     """Kernels of a micro-batch's forward."""
 
@@ -97,7 +97,7 @@ class AnalyticModel(Executed):
     hardware: Hardware
 
     def layer(self, layer: Layer | None = None) -> ForwardTimes:
-        """One transformer layer; of the shape's own sizes if not given.
+        """The times of a transformer layer; without ``layer`` of one with the shape's own sizes.
 
         Raises :class:`ConfigError` for a precision of which the machine has no rate.
         """
@@ -356,8 +356,8 @@ class AnalyticModel(Executed):
         return (num - 1) / num
 
     def _layers_us(self, runs: Runs) -> tuple[float, float, float, float]:
-        """Linear µs a token, forward and backward, and µs a token² of attention and of what it is
-        spared, of layers.
+        """Sums over layers: linear µs a token in forward and in backward, µs a token² of attention,
+        and the µs a token² that windows save of it.
         """
         times = [(num, self.layer(layer)) for num, layer in runs]
         linear_us = sum((num * layer.linear_us for num, layer in times), 0.0)
@@ -388,7 +388,7 @@ class AnalyticModel(Executed):
     def _tp_forward_us(
         self, num_collectives: int, num_weights: int, precisions: Precisions
     ) -> float:
-        """What of a layer's collectives of forward is not hidden by its products."""
+        """The part of a layer's forward collectives that its matrix products do not hide."""
         tp_us = self._tp_us(num_collectives, precisions.collective.element_bytes)
         if not self.execution.tp_overlapped:
             return tp_us

@@ -27,7 +27,7 @@ def imbalance(times_us: Sequence[float]) -> float:
 
 
 def unseen(length: int, reach_tokens: int | None) -> int:
-    """What of a document's ``length²`` is not computed where a query sees ``reach_tokens`` keys.
+    """The part of a document's ``length²`` that is left out if a query sees ``reach_tokens`` keys.
 
     Half of ``length²`` are the pairs of causal attention: Σ over queries of the tokens up to each.
     With a reach it is Σ of the lesser of both, so half of ``length² - (length - reach)²``.
@@ -106,7 +106,7 @@ class DocumentCost:
     micro_batch_us: float = 0.0
     """Time that a micro-batch takes besides its documents, forward plus backward."""
     forward_unseen_us: float = 0.0
-    """What of ``forward_quadratic_us`` layers of a sliding window save, µs a token² of
+    """The part of ``forward_quadratic_us`` that layers with a sliding window save, µs a token² of
     :func:`unseen`."""
     backward_unseen_us: float = 0.0
     reach_tokens: int | None = None
@@ -179,7 +179,7 @@ class DocumentCost:
         )
 
     def scaled(self, *shares: float) -> DocumentCost:
-        """Shares of the coefficients, in their order; of what a layer saves no more than all."""
+        """Multiplies the coefficients, in their order. No saving exceeds the time it is part of."""
         names = [f.name for f in fields(self)][:-1]
         us = {n: share * getattr(self, n) for share, n in zip(shares, names, strict=True)}
         for sign in ("forward", "backward"):

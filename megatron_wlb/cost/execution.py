@@ -16,7 +16,7 @@ DOCUMENT_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Layout, precision, kernels, and what of a step is kept or recomputed.
+    """Layout, precision, kernels, and which part of a step is kept or recomputed.
 
     The defaults are those of a usual run on GPUs.
     """

@@ -1,4 +1,4 @@
-"""Replicas that exchange tokens with experts: where they wait, and what of their work is even.
+"""Replicas that exchange tokens with experts: where they wait, and which of their work is even.
 
 Where expert parallelism spans several data-parallel replicas, every layer of experts is a barrier:
 none goes on before all of a group have sent their tokens. So micro-batches of the same place in the

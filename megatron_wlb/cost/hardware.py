@@ -58,11 +58,11 @@ class Hardware:
     link_share: float
     """Share of the links' bandwidth that collectives reach."""
     tp_overlap: float
-    """Share that is hidden of those tensor-parallel collectives which run beside matrix products:
-    in backward the gathering of inputs and the reduction of their gradients, in forward none."""
+    """Which share of the tensor-parallel collectives beside matrix products is hidden. In backward
+    these gather inputs and reduce their gradients; forward has none."""
     cp_overlap: float
-    """Share that is hidden of those context-parallel exchanges of K and V which run beside
-    attention: of all head groups but one."""
+    """Which share of the context-parallel exchanges of K and V beside attention is hidden. All head
+    groups but one have such an exchange."""
     product_overlap: float = 1.0
     """Share that matrix products' arithmetic hides of the time of the bytes that they read and
     write, and that are cast for them; 1 if not given."""

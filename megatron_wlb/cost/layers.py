@@ -1,4 +1,4 @@
-"""What a model is a list of: layers, of parts of a kind each, and the precision of operations.
+"""A model is a list of layers, a layer a list of parts; and the precision of their operations.
 
 The kinds of parts are in :mod:`megatron_wlb.cost.parts`.
 """
@@ -189,7 +189,7 @@ class Part(ABC):
         return 0.0
 
     def head_groups(self, tp_size: int, asked: int | None) -> int | None:
-        """Head groups of that exchange; None of a kind that has none."""
+        """How many head groups that exchange has; None for a part without one."""
         return None
 
     def dispatched_numbers(self, p: Parallelism, hidden: float) -> tuple[float, float]:

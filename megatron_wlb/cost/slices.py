@@ -44,7 +44,7 @@ class Unit(NamedTuple):
     num_tokens: int
     slice: Slice | None = None
     ranks: tuple[int, ...] = ()
-    """Data-parallel ranks that run it together; none of one that runs on its own."""
+    """Data-parallel ranks that run it together; empty if one rank runs it alone."""
     recomputed: bool = False
     """Whether all its layers run forward once more in backward, so that little is kept."""
 

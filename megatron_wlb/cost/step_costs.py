@@ -28,7 +28,7 @@ from megatron_wlb.cost.slices import PrefixCosts
 from megatron_wlb.errors import ConfigError
 
 BACKWARD_OVERHEAD = 2 / 3
-"""Backward's share of what a micro-batch takes besides its documents."""
+"""Backward's share of the time that a micro-batch takes besides its documents."""
 
 BUCKET_PARAMETERS = 40_000_000
 """Megatron reduces the first stage's gradients in buckets of so many, or of a million a DP rank if
@@ -212,7 +212,7 @@ def _pairs(
     before_scale: Floats,
     of: Callable[[int], int],
 ) -> Floats:
-    """What grows with documents as ``of`` does, of both passes, ``[2, N]``.
+    """Sums ``of(length)`` over the documents of each micro-batch, for both passes: ``[2, N]``.
 
     ``scale`` and ``prefixes`` are as in :meth:`StageCosts.times_us`; ``before_scale`` ``[2, N]`` is
     the scale of the prefixes' part, and in backward a rank's share of the micro-batch.
@@ -339,7 +339,7 @@ class StepCosts:
     update_us: tuple[float, ...] = ()
     """Time of the optimizer's update on each pipeline rank, gathering weights included."""
     fixed_us: float = 0.0
-    """Time once a step, on all ranks: what is none of the above."""
+    """All other time once a step, on all ranks."""
     experts: ExpertGroups | None = None
     """Which replicas exchange tokens with experts; None where each has all of them."""
 

@@ -116,7 +116,7 @@ class ProfiledCost:
     attention: tuple[Row, ...]
     """Times of all layers' core attention of single documents."""
     linear: tuple[Row, ...]
-    """Times of all that is not core attention, of whole micro-batches."""
+    """Times of whole micro-batches, without core attention."""
     machine: str = ""
     """The machine of the measurement."""
     extrapolate: bool = False

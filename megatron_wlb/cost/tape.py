@@ -32,7 +32,7 @@ class Operation:
     inner: tuple[Operation, ...] = ()
     """What is written and read again in backward, for an operation that recomputes."""
     cached: float = 0.0
-    """What of ``saved`` nobody keeps where a document's buffer has its keys and values."""
+    """The part of ``saved`` that is not kept if a document's buffer has its keys and values."""
     keys: float = 0.0
     """Such buffers' bytes, a token of the document; context-parallel ranks do not divide it."""
     gradients: float = 0.0

@@ -39,7 +39,7 @@ _FIELDS = (
     ("input", "context"),
     ("output", "response", "completion", "answer"),
 )
-"""Names of what is asked, of more of it, and of the answer: the first that a line has counts."""
+"""Names of a question, of its context, and of the answer. The first name that a line has counts."""
 _COLUMNS = {KEY, SHARED, *(name for names in _FIELDS for name in names)}
 _ROLES = {
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),

@@ -130,7 +130,7 @@ class LengthStatistics:
 
 
 def attention_work(lengths: npt.ArrayLike, window: int | None) -> npt.NDArray[np.float64]:
-    """Squares of the documents' lengths, or of the pieces' of those over the window."""
+    """Squares of documents' lengths. With a window, a longer document counts piece by piece."""
     whole = np.asarray(lengths, dtype=np.float64)
     if window is None:
         return whole**2

@@ -179,7 +179,7 @@ def json_record(line: str, where: str, key: str) -> dict[str, Any]:
 
 
 def _kind(path: Path) -> str:
-    """The suffix; of JSONL with that of its compression."""
+    """A file's suffix. JSONL has that of its compression behind it."""
     return next((kind for kind in _LIBRARIES if path.name.endswith(kind)), path.suffix)
 
 

@@ -95,7 +95,7 @@ def write_targets(prefix: str | os.PathLike[str], masks: Iterable[npt.ArrayLike]
 def targets_of(
     name: str, masks: Iterable[npt.ArrayLike], lengths: npt.NDArray[np.int64]
 ) -> list[Runs]:
-    """The runs of each mask, of documents of these ``lengths``.
+    """The runs of each document's mask; ``lengths`` are the documents'.
 
     Raises CorpusError, which begins with ``name``, as :func:`write_targets`.
     """

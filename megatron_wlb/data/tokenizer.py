@@ -146,7 +146,7 @@ def file_encoder(content: str, name: str) -> Encoder:
 
 @contextlib.contextmanager
 def _told(what: str, remedy: str) -> Iterator[None]:
-    """Makes CorpusError of what the library raises: Exception, or what is none, a panic of Rust."""
+    """Makes CorpusError of what the library raises. A panic of Rust is no Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

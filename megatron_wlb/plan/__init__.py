@@ -178,7 +178,7 @@ class MicroBatchPlan:
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """Keys before each attention segment, of slices that ran before; 0 for all but a slice."""
+        """Keys of earlier slices before each attention segment; 0 if it is no slice."""
         return tuple(s.start for s in self.spans) + (0,) * (len(self.lengths) - len(self.spans))
 
     @property

@@ -33,12 +33,11 @@ from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Selector
-from megatron_wlb.planning.expert_rules import with_experts
+from megatron_wlb.planning.layer_patterns import with_experts, with_windows
 from megatron_wlb.planning.packing import PackingSettings, kind_of
 from megatron_wlb.planning.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.planning.slicing import Slicer
-from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.reading import real_number
 from megatron_wlb.settings.config import Config
 

@@ -66,7 +66,7 @@ is for the allocator's gaps. It is assumed; ``--wlb-memory-gib`` says it better.
 
 
 def tensors_gib(hardware: Hardware, parallelism: Parallelism) -> float:
-    """2³⁰ bytes that tensors may take on a device: a share of what no tensor takes."""
+    """GiB that tensors may take on a device: a share of the memory that is left for them."""
     left_gib = hardware.memory_gib - overhead_gib(hardware, parallelism)
     return max(LEAST, MEMORY_SHARE * left_gib)
 
@@ -560,10 +560,11 @@ def read_cost(
     *,
     extrapolate: bool = False,
 ) -> Cost:
-    """Reads the cost in a file: coefficients, a fit or tables, of this model and layout.
+    """Reads the cost in a file: coefficients, a fit or tables.
 
-    Either is not looked at where it is not given. Raises :class:`ConfigError`, which names the
-    ``flag`` and the path, for a file that holds no cost, or that of another model or layout.
+    ``shape`` and ``layout`` are compared with the file's if they are given. Raises
+    :class:`ConfigError`, which names the ``flag`` and the path, for a file without a cost, or with
+    that of another model or layout.
     """
     try:
         values = read_cost_file(path)

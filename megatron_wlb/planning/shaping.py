@@ -94,7 +94,7 @@ class _Work:
         return result
 
     def times_us(self, tokens: Floats, attention_us: Floats) -> Floats:
-        """``[2, S, N]`` from ``[N]`` and ``[2, Q, N]``; with ``K`` behind each, of K at once."""
+        """``[N]``, ``[2, Q, N]`` -> ``[2, S, N]``; for K plans all have an axis K behind."""
         times = attention_us.copy()
         for number, kind in enumerate(self._kinds):
             table = self._linear[number]

@@ -93,7 +93,7 @@ class Merged(NamedTuple):
 
 
 class _Dealt(NamedTuple):
-    """Which data-parallel ranks run which documents, or which groups of those that run alike."""
+    """Which documents a group runs: a data-parallel rank, or several that run alike."""
 
     alone: list[list[Timed]]
     """The documents of each group, heaviest first."""
@@ -106,7 +106,7 @@ class _Dealt(NamedTuple):
 
 
 class _Chains:
-    """The chains of replicas that run alike, and what of each is taken."""
+    """The chains of replicas that run alike, and how many of their units are taken."""
 
     def __init__(self, num_merged: int, num_replicas: int) -> None:
         """The first chain runs documents of several replicas, if there are any."""
@@ -292,8 +292,8 @@ class Slicer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken.
 
-        A number of units that is none of this run's, as it does not fit its memory, is chosen
-        again in the next step. Raises :class:`CheckpointError` for no state.
+        If the saved number of units does not fit this run's memory, the next step chooses another.
+        Raises :class:`CheckpointError` for anything that is not such a state.
         """
         with reading_state("a slicer"):
             num_units, next_sweep = state.get("num_units"), state.get("next_sweep", 0)
@@ -312,8 +312,8 @@ class Slicer:
     def _deal(self, heaviest: Sequence[Timed], *, merges: bool) -> _Dealt:
         """Gives each document to the rank, or group of ranks that run alike, with the least work.
 
-        With ``merges``, one that outweighs a rank's mean goes to a block of ranks: the fewest, by
-        powers of 2, of whose work it is no more than the mean.
+        With ``merges``, a document that is heavier than a rank's mean work goes to a block of
+        ranks: the smallest power of 2 whose ranks have no more than the mean of it each.
         """
         dp_size = self._layout.dp_size // self._alike
         mean_us = sum([us for us, _ in heaviest]) / dp_size
@@ -362,7 +362,7 @@ class Slicer:
         return float(experts.replay(graph, times, tokens, gaps)[2].stop_us.max())
 
     def _times_us(self, units: Units) -> tuple[Floats, Floats, list[int]]:
-        """Times ``[2, S, N]`` of a replica's units, of their transfers, and their tokens."""
+        """Times ``[2, S, N]`` of a replica's units, times of their transfers, and their tokens."""
         lengths = [[span.length for span in unit] or [0] for unit in units.spans]
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
         together = [len(replicas) or 1 for replicas in units.replicas]
@@ -371,11 +371,11 @@ class Slicer:
         return times_us, self._costs.p2p_us(tokens), tokens
 
     def _lay(self, dealt: _Dealt, group: int, num_units: int) -> list[Units]:
-        """Slices of the heavy documents one after another, then whole ones where work is missing;
-        of each replica of a group.
+        """Lays the units of each replica of a group: slices of heavy documents one after another,
+        then whole documents where work is missing.
 
-        Those that run on several ranks come first, in one chain: so all ranks run them in one
-        order. The others come heaviest first, and so do the chains: fewest units are held then.
+        Documents that several ranks run come first, in one chain, so that all ranks run them in one
+        order. The others come heaviest first, and so do the chains: then fewest units are held.
         """
         alone, alike = dealt.alone[group], range(self._alike)
         merged: list[list[Span]] = []
@@ -502,7 +502,7 @@ class Slicer:
 
 
 def _shared(units: Units, together: set[Span]) -> list[bool]:
-    """Which of the units are of those that several replicas run together."""
+    """Whether several replicas run each unit together."""
     return [
         bool(ranks) and spans[0] in together
         for spans, ranks in zip(units.spans, units.replicas, strict=True)

@@ -1,7 +1,8 @@
 """The rule for what is recommended, one for every table that recommends something.
 
-The fastest that stays within the limit of delay. Speeds are those that tables print, over
-`original` to three digits; of equals the least delay, the least S_max, then `original`.
+It recommends the fastest that stays within the limit of delay. Speeds are over `original`, to the
+three digits that tables print. Between equals the least delay decides, then the least S_max, then
+`original`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Option(Generic[T]):
         return self.work_rate / original.work_rate if original.work_rate else 1.0
 
     def range_over_parts(self, original: Option[T]) -> tuple[float, float] | None:
-        """Lowest and highest speed-up of a part of the steps; None of fewer than two parts."""
+        """Lowest and highest speed-up over the parts of the steps; None for fewer than two."""
         pairs = [*zip(self.work_rate_by_part, original.work_rate_by_part, strict=False)]
         ratios = [ours / theirs for ours, theirs in pairs if theirs]
         return (min(ratios), max(ratios)) if len(ratios) > 1 else None
@@ -63,9 +64,9 @@ def check_max_delay(max_delay_steps: float) -> None:
 def recommended(
     options: Sequence[Option[T]], max_delay_steps: float, original: Option[T] | None = None
 ) -> Option[T] | None:
-    """The fastest of ``options`` within the limit; None where none of them is.
+    """The fastest of ``options`` within the limit; None if all are beyond it.
 
-    ``original`` is what speeds are over: the first option if not given.
+    Speeds are over ``original``, or over the first option if that is not given.
     """
     base = original or options[0]
     within = [option for option in options if option.delay_steps <= max_delay_steps]

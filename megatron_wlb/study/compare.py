@@ -88,13 +88,13 @@ class Outcome:
     dp_imbalance: float
     """Work of the slowest replica over the mean; mean over steps."""
     expert_wait_share: float
-    """Share of the ranks' time in the pipeline that they wait at exchanges with experts, for a
-    replica with more work in the same place; of ``bubble_share``."""
+    """The part of ``bubble_share`` in which ranks wait, at exchanges with experts, for a replica
+    that has more work in the same place."""
     delay_steps: float
     step_tokens: float
     sharding_shares: dict[str, float]
-    """Share of the micro-batches, but those of several replicas, that each kind of sharding was
-    chosen for."""
+    """For each kind of sharding, the share of micro-batches that got it. Micro-batches that several
+    replicas run together do not count."""
     example: Example
     flags: tuple[str, ...]
     """What the training command needs to pack like this."""
@@ -253,7 +253,7 @@ class _Memory:
 
 
 class _Step(NamedTuple):
-    """What of a simulated step is added up."""
+    """The figures of a simulated step that are added up."""
 
     tokens: float
     us: float

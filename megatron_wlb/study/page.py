@@ -171,14 +171,15 @@ def name(outcome: Outcome) -> str:
 
 
 def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The one with the most work a second of those that fit memory."""
+    """The outcome with the most work a second, among those that fit memory."""
     fit = (outcome for outcome in outcomes if not outcome.out_of_memory)
     return max(fit, key=lambda outcome: outcome.mfu, default=None)
 
 
 def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes to draw: the first, and each other packing's with the fastest's sharding; if none
-    fits memory, of all.
+    """Outcomes to draw: the first, and each other packing's with the sharding of the fastest one.
+
+    If none fits memory, the fastest is that of all.
     """
     first = outcomes[0]
     best = fastest(outcomes) or max(outcomes, key=lambda outcome: outcome.mfu)
@@ -229,7 +230,7 @@ def _first_steps(steps: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _timeline(title: str, line: StepTimeline) -> dict[str, Any]:
-    """The timeline of the data-parallel rank that is done last; of slices document and tokens."""
+    """The timeline of the data-parallel rank that is done last. Slices name document and tokens."""
     last = max(range(line.dp_size), key=lambda rank: line.replicas[rank].step_us)
     replica = line.replicas[last]
     ranks = []

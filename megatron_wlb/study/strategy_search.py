@@ -42,7 +42,7 @@ class StrategyOutcome:
 
     candidate: Candidate
     num_chosen: int
-    """Steps that chose it, of all."""
+    """How many of all steps chose it."""
     alone_us: float | None
     """Time of all steps with this strategy alone; None where it does not take them."""
     chosen_us: float

@@ -61,7 +61,7 @@ class Tuning:
     baselines: tuple[Evaluation, ...]
     """`original` first, then `fixed-greedy`."""
     tuned: Evaluation | None = None
-    """The best of what was tried that keeps the limit, or what comes nearest to it."""
+    """The best trial within the limit, or the one that comes nearest to it."""
 
     @property
     def original(self) -> Evaluation:

@@ -15,9 +15,9 @@ import yaml
 
 from megatron_wlb.cost.shape import ModelShape, Recompute
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.layer_patterns import pattern_of
 from megatron_wlb.planning.packing import kind_of
 from megatron_wlb.planning.run import Run
-from megatron_wlb.planning.sliding import pattern_of
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.megatron import TrainingConfig

@@ -134,7 +134,7 @@ def lost_and_found() -> tuple[list[float], ...]:
     from megatron.core import tensor_parallel
 
     from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
-    from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
+    from megatron_wlb.runtime.saving.core import rng_state, set_rng_state
 
     set_up(parse([]))
     without = tensor_parallel.get_cuda_rng_tracker().get_states()

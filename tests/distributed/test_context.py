@@ -326,7 +326,7 @@ def misuse(what: str) -> None:
 
 
 @pytest.mark.parametrize("cp_size", [1, further(2), 4])
-@settings(deadline=None, derandomize=True, max_examples=6)
+@settings(max_examples=6)
 @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 70)), min_size=1, max_size=9))
 def test_context_attention_is_attention_by_definition(
     gloo: GlooPool, cp_size: int, lengths: list[int]

@@ -25,13 +25,14 @@ from helpers.layouts import (
     SELECTIVE,
     VERIFY_SHAPES,
     WORKLOAD,
+    Differences,
     Layout,
     Oracle,
     further,
 )
 from helpers.oracle import OracleRun, State
 from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for, train
-from helpers.shards import RankRun, differences
+from helpers.shards import RankRun
 
 from megatron_wlb.cost.schedule.order import Action, one_f_one_b
 from megatron_wlb.errors import PlanError
@@ -71,9 +72,8 @@ def runs_of(gloo, case: Layout, initial: State, fault=nullcontext, plan_for=slic
 
 
 @pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
-def test_slices_compute_what_one_process_does(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
-    expected = oracle(case)
-    assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+def test_slices_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, plan_for=sliced_for) == []
 
 
 @contextlib.contextmanager
@@ -111,10 +111,8 @@ def with_some_recomputed(runner) -> Iterator[None]:
     ],
     ids=str,
 )  # fmt: skip
-def test_some_micro_batches_are_recomputed(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
-    expected = oracle(case)
-    runs = runs_of(gloo, case, expected.initial, with_some_recomputed, recomputed_for)
-    assert differences(expected, runs) == []
+def test_some_micro_batches_are_recomputed(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, with_some_recomputed, recomputed_for) == []
 
 
 @contextlib.contextmanager
@@ -132,10 +130,9 @@ def with_head_start(runner) -> Iterator[None]:
     assert joined.called
 
 
-def test_slices_compute_the_same_with_a_head_start(gloo: GlooPool, oracle: Oracle) -> None:
+def test_slices_compute_the_same_with_a_head_start(wrong: Differences) -> None:
     case = Layout("llama", 1, pp=2, cp=2, sharding="hybrid", extra=HEAD_GROUPS)
-    expected = oracle(case)
-    assert differences(expected, runs_of(gloo, case, expected.initial, with_head_start)) == []
+    assert wrong(case, with_head_start, sliced_for) == []
 
 
 @contextlib.contextmanager
@@ -164,11 +161,10 @@ def meeting(runner) -> Iterator[None]:
     assert min(map(float, counts)) > 0
 
 
-def test_replicas_that_meet_in_each_pass_run_slices_alike(gloo: GlooPool, oracle: Oracle) -> None:
+def test_replicas_that_meet_in_each_pass_run_slices_alike(wrong: Differences) -> None:
     """Any flag that says so stands for delayed scales, which need a GPU."""
     case = Layout("llama", 4, pp=2, dp=2, extra=f"--use-torch-fsdp2 {FULL}")
-    expected = oracle(case)
-    assert differences(expected, runs_of(gloo, case, expected.initial, meeting)) == []
+    assert wrong(case, meeting, sliced_for) == []
 
 
 def test_sliced_plans_are_awkward() -> None:
@@ -339,10 +335,9 @@ def test_wrong_order_or_document_is_refused(
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_wrong_order_or_early_reduction_differs_from_the_oracle(
-    gloo: GlooPool, oracle: Oracle, case: Layout, fault: Callable[..., object]
+    wrong: Differences, case: Layout, fault: Callable[..., object]
 ) -> None:
-    expected = oracle(case)
-    found = differences(expected, runs_of(gloo, case, expected.initial, fault))
+    found = wrong(case, fault, sliced_for)
     assert any(": gradient of" in line for line in found)
     assert not any(line.startswith("step 0: loss") for line in found)
 
@@ -421,10 +416,5 @@ def with_first_micro_batches_told(runner) -> Iterator[None]:
     assert [after for before, after in pairwise(events) if before == "run"] == ["told"] * num_runs
 
 
-def test_slices_tell_layers_of_the_first_micro_batch(gloo: GlooPool, oracle: Oracle) -> None:
-    case = Layout("gpt2", 1, pp=2)
-    expected = oracle(case)
-    assert (
-        differences(expected, runs_of(gloo, case, expected.initial, with_first_micro_batches_told))
-        == []
-    )
+def test_slices_tell_layers_of_the_first_micro_batch(wrong: Differences) -> None:
+    assert wrong(Layout("gpt2", 1, pp=2), with_first_micro_batches_told, sliced_for) == []

@@ -30,7 +30,7 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     from helpers.workload import make_workload
 
     from megatron_wlb.runtime.measuring.measure import measure_tables
-    from megatron_wlb.runtime.saving.checkpoint import rng_state
+    from megatron_wlb.runtime.saving.core import rng_state
 
     config = parse(flags.split())
     model = build_runner(config, make_workload([[8]], vocab_size=59)).model

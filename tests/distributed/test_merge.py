@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import pairwise
 from unittest import mock
 
@@ -23,12 +22,11 @@ from helpers.layouts import (
     SELECTIVE,
     SHARDED,
     WORKLOAD,
+    Differences,
     Layout,
-    Oracle,
     further,
 )
-from helpers.ranks import build_runner, half_recomputed, train
-from helpers.shards import differences
+from helpers.ranks import build_runner, half_recomputed
 from helpers.workload import Workload, slice_up
 
 from megatron_wlb.errors import PlanError
@@ -118,23 +116,14 @@ def recomputed_for(config: Config, workload: Workload, world_size: int, step: in
     return half_recomputed(merged_for(config, workload, world_size, step))
 
 
-def runs_of(gloo, case: Layout, initial, fault=nullcontext, plan_for=merged_for):
-    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
-
-
 @pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
-def test_ranks_together_compute_what_one_process_does(
-    gloo: GlooPool, oracle: Oracle, case: Layout
-) -> None:
-    expected = oracle(case)
-    assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+def test_ranks_together_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, plan_for=merged_for) == []
 
 
 @pytest.mark.long
-def test_ranks_together_recompute_some_micro_batches(gloo: GlooPool, oracle: Oracle) -> None:
-    expected = oracle(DP4)
-    runs = runs_of(gloo, DP4, expected.initial, plan_for=recomputed_for)
-    assert differences(expected, runs) == []
+def test_ranks_together_recompute_some_micro_batches(wrong: Differences) -> None:
+    assert wrong(DP4, plan_for=recomputed_for) == []
 
 
 # What must not pass. Each breaks the run of a layout that is equal to the oracle above.
@@ -207,10 +196,9 @@ def count_targets_on_each_rank(runner) -> Iterator[None]:
     ],
 )
 def test_faults_of_ranks_together_differ_from_the_oracle(
-    gloo: GlooPool, oracle: Oracle, fault: Callable[..., object], same_loss: bool
+    wrong: Differences, fault: Callable[..., object], same_loss: bool
 ) -> None:
-    expected = oracle(DP2)
-    found = differences(expected, runs_of(gloo, DP2, expected.initial, fault))
+    found = wrong(DP2, fault, merged_for)
     assert any("step 0: gradient of" in line for line in found)
     assert any(line.startswith("step 0: loss") for line in found) is not same_loss
 

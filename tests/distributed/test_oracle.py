@@ -14,7 +14,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers.gloo import GlooPool
 from helpers.layouts import (
     FULL,
     GATHER,
@@ -28,11 +27,11 @@ from helpers.layouts import (
     SHARDED,
     VERIFY_SHAPES,
     WORKLOAD,
+    Differences,
     Layout,
     Oracle,
 )
-from helpers.ranks import scatter_for, train
-from helpers.shards import differences
+from helpers.ranks import scatter_for
 
 CASES = [
     Layout("llama", 5),
@@ -73,12 +72,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_layout_computes_what_one_process_does(
-    gloo: GlooPool, oracle: Oracle, case: Layout
-) -> None:
-    expected = oracle(case)
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial)
-    assert differences(expected, runs) == []
+def test_layout_computes_what_one_process_does(wrong: Differences, case: Layout) -> None:
+    assert wrong(case) == []
 
 
 # That the cases are what they seem.
@@ -364,11 +359,9 @@ IN_THE_GRADIENT_ONLY = (
     ("case", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_fault_differs_from_the_oracle(
-    gloo: GlooPool, oracle: Oracle, case: Layout, fault: Callable[..., object]
+    wrong: Differences, case: Layout, fault: Callable[..., object]
 ) -> None:
-    expected = oracle(case)
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial, fault)
-    found = differences(expected, runs)
+    found = wrong(case, fault)
     assert any(line.startswith("step 0: gradient of") for line in found)
     if fault in IN_THE_GRADIENT_ONLY:
         assert not any(line.startswith("step 0: loss") for line in found)
@@ -376,8 +369,6 @@ def test_fault_differs_from_the_oracle(
         assert any(line.startswith("step 0: loss") for line in found)
 
 
-def test_constant_shift_of_rotary_positions_is_invisible(gloo: GlooPool, oracle: Oracle) -> None:
+def test_constant_shift_of_rotary_positions_is_invisible(wrong: Differences) -> None:
     """RoPE is relative: why the faults above shift parts of documents."""
-    expected = oracle(ONE)
-    runs = gloo.run(1, train, ONE.config, WORKLOAD, expected.initial, shift_each_document)
-    assert differences(expected, runs) == []
+    assert wrong(ONE, shift_each_document) == []

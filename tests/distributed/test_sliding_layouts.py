@@ -13,9 +13,17 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, WORKLOAD, Layout, Oracle, further
-from helpers.ranks import build_runner, scatter_for, sliced_for, train
-from helpers.shards import differences
+from helpers.layouts import (
+    FULL,
+    HEAD_GROUPS,
+    KEEP,
+    SELECTIVE,
+    WORKLOAD,
+    Differences,
+    Layout,
+    further,
+)
+from helpers.ranks import build_runner, scatter_for, sliced_for
 
 CP = Layout("sliding", 4, cp=2, sharding="per-document", extra=HEAD_GROUPS)
 CASES = [
@@ -36,34 +44,22 @@ IN_SLICES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_windows_compute_what_one_process_does(
-    gloo: GlooPool, oracle: Oracle, case: Layout
-) -> None:
-    expected = oracle(case)
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial)
-    assert differences(expected, runs) == []
+def test_windows_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
+    assert wrong(case) == []
 
 
 @pytest.mark.parametrize("case", IN_SLICES, ids=str)
 def test_slices_with_windows_compute_what_one_process_does(
-    gloo: GlooPool, oracle: Oracle, case: Layout
+    wrong: Differences, case: Layout
 ) -> None:
-    expected = oracle(case)
-    none = contextlib.nullcontext
-    arguments = (case.config, WORKLOAD, expected.initial, none, sliced_for)
-    assert differences(expected, gloo.run(case.world_size, train, *arguments)) == []
+    assert wrong(case, plan_for=sliced_for) == []
 
 
-def test_ranks_together_with_windows_compute_what_one_process_does(
-    gloo: GlooPool, oracle: Oracle
-) -> None:
+def test_ranks_together_with_windows_compute_what_one_process_does(wrong: Differences) -> None:
     from test_merge import merged_for
 
     case = Layout("sliding-skip", 1, dp=2)
-    expected = oracle(case)
-    none = contextlib.nullcontext
-    arguments = (case.config, WORKLOAD, expected.initial, none, merged_for)
-    assert differences(expected, gloo.run(2, train, *arguments)) == []
+    assert wrong(case, plan_for=merged_for) == []
 
 
 def exchanged_tokens(case: Layout) -> list[tuple[int, int, int]]:
@@ -137,10 +133,8 @@ def send_the_tokens_beside(runner) -> Iterator[None]:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_other_windows_differ_from_the_oracle(
-    gloo: GlooPool, oracle: Oracle, case: Layout, fault: Callable[..., object]
+    wrong: Differences, case: Layout, fault: Callable[..., object]
 ) -> None:
-    expected = oracle(case)
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial, fault)
-    found = differences(expected, runs)
+    found = wrong(case, fault)
     assert any(line.startswith("step 0: loss") for line in found)
     assert any(line.startswith("step 0: gradient of") for line in found)

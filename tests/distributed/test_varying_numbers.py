@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
-from helpers.gloo import GlooPool
-from helpers.layouts import GROUP, OVERLAP, SHARDED, WORKLOAD, Layout, Oracle
-from helpers.ranks import scatter_for, train
-from helpers.shards import differences
+from helpers.layouts import GROUP, OVERLAP, SHARDED, WORKLOAD, Differences, Layout
+from helpers.ranks import scatter_for
 from helpers.workload import Workload
 
 from megatron_wlb.plan import StepPlan
@@ -33,14 +30,9 @@ def varying_for(config: Config, workload: Workload, world_size: int, step: int) 
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_numbers_by_step_compute_what_one_process_does(
-    gloo: GlooPool, oracle: Oracle, case: Layout
-) -> None:
+def test_numbers_by_step_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
     plans = [
         varying_for(case.config, WORKLOAD, case.world_size, n) for n in range(len(WORKLOAD.steps))
     ]
     assert len({len(plan.micro_batches[0]) for plan in plans}) > 1
-    expected = oracle(case)
-    given = case.config, WORKLOAD, expected.initial, contextlib.nullcontext, varying_for
-    runs = gloo.run(case.world_size, train, *given)
-    assert differences(expected, runs) == []
+    assert wrong(case, plan_for=varying_for) == []

@@ -145,6 +145,8 @@ class Layout:
 
 Oracle: TypeAlias = Callable[[Layout], OracleRun]
 """One process's run of a case's model."""
+Differences: TypeAlias = Callable[..., list[str]]
+"""What differs from it: of a case, a fault, and what makes plans."""
 
 
 def further(*case: Any) -> Any:

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import megatron_lm_runs
-import numpy as np
 import psutil
 from fault_points import Fault, prepare
 from helpers.strategy_ranks import strategies_file
+from helpers.texts import write_texts
 from trainer_runs import Finished, Flags, Run, losses, start
-
-from megatron_wlb.data.corpus import build_corpus
 
 NUM_STEPS = 6
 HANG_S = 15.0
@@ -163,13 +161,7 @@ def begin(trainer: str, folder: Path, num: int, flags: Flags, fault: Fault | Non
 
 def make_corpus(folder: Path, name: str = "texts", seed: int = 7) -> Path:
     """200 documents of 5 to 2,000 bytes, heavy-tailed."""
-    generator = np.random.RandomState(seed)
-    with (folder / f"{name}.jsonl").open("w") as stream:
-        for length in np.clip(generator.lognormal(4.5, 1.2, 200), 5, 2000).astype(int):
-            words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
-            stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
-    build_corpus([folder / f"{name}.jsonl"], folder / name)
-    return folder / name
+    return write_texts(folder / name, 200, 4.5, most=2000, seed=seed)
 
 
 def steps_of(folder: Path) -> dict[int, Any]:

@@ -67,14 +67,55 @@ PP2_VPP2: Flags = PP2 | {"num_virtual_stages_per_pipeline_rank": 2}
 TP2_SP: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 DP2: Flags = {"use_distributed_optimizer": True}
 CP2: Flags = {"context_parallel_size": 2}
+PP2_CP2: Flags = PP2 | CP2
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "pp2": (2, PP2),
     "pp2-vpp2": (2, PP2_VPP2),
     "tp2-sp": (2, TP2_SP),
     "dp2": (2, DP2),
     "cp2": (2, CP2),
-    "pp2-cp2-dp2": (8, PP2 | CP2),
+    "pp2-cp2-dp2": (8, PP2_CP2),
 }
+SLICES: Flags = {"wlb_packing": "slim", "wlb_units": 12, "wlb_slice_multiple": 8}
+RECOMPUTED: Flags = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
+LATENT: Flags = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 14,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "rotary_scaling_factor": 4.0,
+    "mscale": 1.3,
+    "init_method_std": 0.2,  # with which heads see more than means
+}
+EXPERTS: Flags = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.01,
+    "moe_router_dtype": "fp32",
+    "disable_bias_linear": True,
+}
+
+FOCAL = """
+import torch
+
+def loss(log_probs, targets):
+    far = 1 + (targets.positions > 20).float() + 0.5 * (targets.samples % 2)
+    return -far * (1 - log_probs.exp()) ** 2 * log_probs
+"""
+"""A `--wlb-loss` that is another one than cross-entropy."""
 
 
 def launch(
@@ -127,7 +168,7 @@ def assert_equal_steps(found: Path, expected: Path, first: int = 1) -> None:
     ours = list(read_metrics(found))
     assert len(ours) == len(theirs) > 1
     for one, other in zip(ours, theirs, strict=True):
-        for key in ("iteration", "tokens", "targets", "waiting_tokens"):
+        for key in ("iteration", "tokens", "targets", "delay_steps", "waiting_tokens"):
             assert one[key] == other[key]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)

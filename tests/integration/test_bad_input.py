@@ -54,9 +54,9 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
     "rampup-batch-size": (
         1,
         {"rampup_batch_size": [2, 2, 100]},
-        ["--rampup-batch-size is for the launcher", "leave it out"],
+        ["--rampup-batch-size", "is for the launcher", "leave it out"],
     ),
-    "fp8": (1, {"fp8_format": "e4m3"}, ["--fp8-format is for the launcher", "leave it out"]),
+    "fp8": (1, {"fp8_format": "e4m3"}, ["--fp8-format is e4m3", "for the launcher"]),
     "attention-dropout": (1, {"attention_dropout": 1.0}, ["is 1.0", "[0, 1)"]),
     "context-parallel": (
         3,

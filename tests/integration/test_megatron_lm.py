@@ -12,13 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.layouts import some_of
+from helpers.texts import write_texts
 from megatron_lm_runs import (
     BOTH,
     DP2,
-    LAYOUTS,
     MEGATRON_LM,
     PATH,
     PP2,
@@ -44,7 +42,6 @@ from trainer_runs import (
     start,
 )
 
-from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import CheckpointError, ConfigError
 
 pytestmark = needs_megatron_lm
@@ -54,22 +51,14 @@ ROUNDING = 1e-6
 seen; two documents exchanged between steps make 1e-3."""
 NUM_STEPS = 12
 SAVED = 2
-"""All layouts go on from the checkpoint of one process after so many steps: with its weights, its
-documents and its pool."""
+"""How often it saves."""
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two corpora of short and long documents, 41,000 and 13,000 bytes."""
     folder = tmp_path_factory.mktemp("texts")
-    generator = np.random.RandomState(11)
-    for name, number in (("a", 300), ("b", 100)):
-        with (folder / f"{name}.jsonl").open("w") as stream:
-            for length in np.clip(generator.lognormal(4.3, 1.2, number), 5, 1500).astype(int):
-                words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
-                stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
-        build_corpus([folder / f"{name}.jsonl"], folder / name)
-    return [folder / "a", folder / "b"]
+    return [write_texts(folder / "a"), write_texts(folder / "b", 100, seed=12)]
 
 
 @pytest.fixture(scope="session")
@@ -87,71 +76,6 @@ def one_process(
 
 def holding(texts: list[Path]) -> Flags:
     return BOTH | {"data_path": texts[0], "train_iters": NUM_STEPS, "wlb_packing": "hold"}
-
-
-EVERY_LAYOUT: dict[str, tuple[int, Flags]] = LAYOUTS | {
-    "pp2-vpp2-flush": (2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
-    "cp4-hierarchical": (
-        4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
-            "hierarchical_context_parallel_sizes": [2, 2]},
-    ),
-    # Flags that want one length, or a mean over ranks: turned off.
-    "tp2-off": (
-        2, TP2_SP | {"ddp_average_in_collective": True, "cuda_graph_impl": "local",
-                     "tp_comm_overlap": True},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    some_of(EVERY_LAYOUT, "pp2-vpp2", "tp2-sp", "pp2-cp2-dp2", "pp2-vpp2-flush", "tp2-off"),
-)
-def test_every_layout_equals_one_process(
-    name: str, one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
-) -> None:
-    """Losses of 10 steps, with documents held back, from a checkpoint of another layout."""
-    num_processes, layout = EVERY_LAYOUT[name]
-    if "use_distributed_optimizer" in layout:  # its state of one process is of another form
-        layout = {k: v for k, v in layout.items() if k != "use_distributed_optimizer"}
-    folder = one_process[0]
-    flags = holding(texts) | layout | {"load": folder / "ck", "ckpt_step": SAVED, "seed": 7}
-    finished = finish(launch(tmp_path, num_processes, flags | {"wlb_metrics": "metrics"}))
-    expected = [line for line in read_metrics(folder / "metrics") if line["iteration"] > SAVED]
-    found = list(read_metrics(tmp_path / "metrics"))
-    assert len(found) == len(expected) == NUM_STEPS - SAVED
-    assert any(line["waiting_documents"] for line in expected), "nothing is held back"
-    for ours, theirs in zip(found, expected, strict=True):
-        for key in ("iteration", "tokens", "targets", "delay_steps", "waiting_tokens"):
-            assert ours[key] == theirs[key]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=ROUNDING)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    assert "random numbers (dropout) start anew" in finished.output
-
-
-ORIGINAL: dict[str, tuple[int, Flags]] = LAYOUTS | {
-    "pp2-evaluated": (2, PP2 | {"eval_interval": 2, "eval_iters": 2}),
-}
-
-
-@pytest.mark.parametrize("name", some_of(ORIGINAL, "pp2-vpp2", "dp2", "pp2-evaluated"))
-def test_original_equals_the_embedded_trainer(name: str, texts: list[Path], tmp_path: Path) -> None:
-    """From the first weights on, with the same seed; with a blend of two corpora."""
-    num_processes, layout = ORIGINAL[name]
-    blend = [0.8, texts[0], 0.2, texts[1]] if name == "dp2" else texts
-    flags = BOTH | layout | {"data_path": blend, "wlb_packing": "original", "train_iters": 4}
-    launched = finish(launch(tmp_path, num_processes, flags | {"wlb_metrics": "launched"}))
-    finish(start(tmp_path, num_processes, flags | {"wlb_metrics": "embedded"}))
-    expected = losses(tmp_path / "embedded")
-    assert len(expected) == 4
-    assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
-    evaluated = [
-        line["valid_loss"] for line in read_metrics(tmp_path / "embedded") if "valid_loss" in line
-    ]
-    assert len(evaluated) == (2 if "eval_interval" in layout else 0)
-    # Megatron-LM evaluates once more at the end: the same documents, by the same weights.
-    found = [float(loss) for loss in validations(launched)]
-    assert found[:2] == pytest.approx(evaluated, rel=ROUNDING)
 
 
 def test_packings_train_other_batches(

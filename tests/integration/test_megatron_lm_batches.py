@@ -16,7 +16,7 @@ from megatron_lm_runs import (
     needs_megatron_lm,
     validations,
 )
-from trainer_runs import Flags, assert_refused, losses, read_metrics, start
+from trainer_runs import Flags, assert_refused
 
 from megatron_wlb.errors import CheckpointError
 
@@ -30,32 +30,13 @@ def test_two_windows_in_a_row_train_as_two_rows(corpus: Path, tmp_path: Path) ->
     """`original` cuts at each window, inside a row too: the same pieces, so the same step."""
     flags = TWO | {"data_path": corpus, "wlb_packing": "original"}
     single = finish(launch(tmp_path, 1, flags | {"micro_batch_size": 1, "wlb_metrics": "single"}))
-    double = finish(launch(tmp_path, 1, flags | {"wlb_metrics": "double"}))
+    saved: Flags = {"save": "ck", "save_interval": 4, "wlb_metrics": "double"}
+    double = finish(launch(tmp_path, 1, flags | saved))
     assert_equal_steps(tmp_path / "double", tmp_path / "single")
     for figure in ("consumed samples", "learning rate", "global batch size"):
         assert logged(double, figure) == logged(single, figure)
     assert logged(double, "consumed samples") == ["8", "16", "24", "32"]
-    finish(start(tmp_path, 1, flags | {"wlb_metrics": "embedded"}))
-    assert losses(tmp_path / "embedded") == pytest.approx(losses(tmp_path / "double"), rel=1e-6)
-
-
-def test_layouts_of_two_windows_a_micro_batch_equal_one_process(
-    corpus: Path, tmp_path: Path
-) -> None:
-    """Balanced packing, in virtual stages and in replicas, from a checkpoint of one process."""
-    flags = TWO | {"data_path": corpus, "wlb_packing": "wlb"}
-    saved = flags | {"save": "ck", "save_interval": 1, "wlb_metrics": "one"}
-    finish(launch(tmp_path, 1, saved))
-    one = list(read_metrics(tmp_path / "one"))
-    assert any(line["waiting_documents"] for line in one), "nothing is held back"
-    flags |= {"load": "ck", "ckpt_step": 1}
-    for name in ("pp2-vpp2", "dp2"):
-        num_processes, layout = LAYOUTS[name]
-        layout = {k: v for k, v in layout.items() if k != "use_distributed_optimizer"}
-        finished = finish(launch(tmp_path, num_processes, flags | layout | {"wlb_metrics": name}))
-        assert_equal_steps(tmp_path / name, tmp_path / "one", first=2)
-        assert logged(finished, "consumed samples") == ["16", "24", "32"]
-    other = launch(tmp_path, 1, flags | {"micro_batch_size": 1}).wait()
+    other = launch(tmp_path, 1, flags | {"load": "ck", "micro_batch_size": 1}).wait()
     assert_refused(other, CheckpointError.exit_code, "4 micro-batches", "--micro-batch-size")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from helpers.texts import write_texts
 from megatron_lm_runs import (
     BOTH,
     CP2,
@@ -18,7 +17,6 @@ from megatron_lm_runs import (
 )
 from trainer_runs import assert_refused, losses
 
-from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import ConfigError
 
 pytestmark = needs_megatron_lm
@@ -33,14 +31,7 @@ MIDDLES: Flags = {"fim_data": True, "fim_rate": 0.7, "fim_spm_rate": 0.5, "vocab
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of several windows, too."""
-    folder = tmp_path_factory.mktemp("texts")
-    generator = np.random.RandomState(11)
-    with (folder / "a.jsonl").open("w") as stream:
-        for length in np.clip(generator.lognormal(4.0, 1.1, 200), 5, 500).astype(int):
-            words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
-            stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
-    build_corpus([folder / "a.jsonl"], folder / "a")
-    return folder / "a"
+    return write_texts(tmp_path_factory.mktemp("texts") / "a", 200, 4.0, 1.1, most=500)
 
 
 def test_middles_are_the_same_in_spans_of_ranks_and_after_resuming(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.texts import write_texts
 from megatron_lm_runs import (
     BOTH,
-    CP2,
     PP2,
     Flags,
     assert_equal_steps,
@@ -21,34 +19,20 @@ from megatron_lm_runs import (
     needs_megatron_lm,
     validations,
 )
-from trainer_runs import assert_refused, losses, start
+from trainer_runs import assert_refused
 
-from megatron_wlb.data.corpus import Corpus, build_corpus
+from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.targets import write_targets
 from megatron_wlb.errors import ConfigError, TrainingError
 
 pytestmark = needs_megatron_lm
 
 FLAGS: Flags = BOTH | {"wlb_packing": "hold", "seed": 7, "train_iters": 3}
-SLIM: Flags = PP2 | {"wlb_packing": "slim", "wlb_slice_multiple": 8, "wlb_max_step_tokens": 0}
-FOCAL = """
-import torch
-
-def loss(log_probs, targets):
-    far = 1 + (targets.positions > 20).float() + 0.5 * (targets.samples % 2)
-    return -far * (1 - log_probs.exp()) ** 2 * log_probs
-"""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Flags:
-    folder = tmp_path_factory.mktemp("texts")
-    random = np.random.RandomState(11)
-    lengths = np.clip(random.lognormal(3.8, 1.2, 200), 5, 700).astype(int)
-    lines = (json.dumps({"text": "".join(random.choice(list("abc "), n))}) for n in lengths)
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    build_corpus([folder / "a.jsonl"], folder / "a")
-    return {"data_path": folder / "a"}
+    return {"data_path": write_texts(tmp_path_factory.mktemp("texts") / "a", 200, 3.8, most=700)}
 
 
 def with_loss(folder: Path, text: str) -> Flags:
@@ -56,23 +40,13 @@ def with_loss(folder: Path, text: str) -> Flags:
     return FLAGS | {"wlb_loss": folder / "mine.py"}
 
 
-def test_a_loss_of_ones_own_is_the_same_in_layouts_and_in_the_embedded_trainer(
+def test_cross_entropy_as_a_loss_of_ones_own_is_the_loss_without(
     corpus: Flags, tmp_path: Path
 ) -> None:
-    flags = with_loss(tmp_path, FOCAL) | corpus
-    finish(launch(tmp_path, 1, flags | {"wlb_metrics": "one"}))
-    finish(launch(tmp_path, 2, flags | CP2 | {"wlb_metrics": "cp2"}))
-    assert_equal_steps(tmp_path / "cp2", tmp_path / "one")
-    finish(launch(tmp_path, 2, flags | SLIM | {"wlb_metrics": "slim"}))
-    finish(start(tmp_path, 2, flags | SLIM | {"wlb_metrics": "embedded"}))
-    expected = losses(tmp_path / "embedded")
-    assert losses(tmp_path / "slim") == pytest.approx(expected, rel=1e-6)
-    # It is another loss than cross-entropy, and that one is the loss of its formula.
     plain = with_loss(tmp_path, "def loss(log_probs, targets): return -log_probs") | corpus
     finish(launch(tmp_path, 1, plain | {"wlb_metrics": "written"}))
     finish(launch(tmp_path, 1, FLAGS | corpus | {"wlb_metrics": "without"}))
     assert_equal_steps(tmp_path / "written", tmp_path / "without")
-    assert not math.isclose(losses(tmp_path / "one")[1], losses(tmp_path / "without")[1])
 
 
 def test_files_that_are_no_loss_are_refused_before_training(corpus: Flags, tmp_path: Path) -> None:

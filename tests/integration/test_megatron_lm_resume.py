@@ -9,7 +9,21 @@ from pathlib import Path
 
 import pytest
 from helpers.layouts import some_of
-from megatron_lm_runs import BOTH, DP2, LAYOUTS, finish, launch, needs_megatron_lm
+from megatron_lm_runs import (
+    BOTH,
+    CP2,
+    DP2,
+    EXPERTS,
+    LATENT,
+    LAYOUTS,
+    PP2,
+    SLICES,
+    TP2_SP,
+    finish,
+    launch,
+    logged,
+    needs_megatron_lm,
+)
 from trainer_runs import Flags, assert_refused, losses
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
@@ -17,6 +31,7 @@ from megatron_wlb.errors import CompatibilityError, ConfigError
 pytestmark = needs_megatron_lm
 
 NUM_STEPS = 8
+SMALL_DEEPSEEK = Path(__file__).parents[2] / "configs" / "small" / "deepseek.yaml"
 RUNS: dict[str, tuple[int, Flags]] = {
     "pp2-vpp2-hold-torch_dist": (
         2, LAYOUTS["pp2-vpp2"][1] | {"wlb_packing": "hold", "wlb_look_ahead": 2},
@@ -66,6 +81,48 @@ def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Pa
     assert 2 <= int(tracker.read_text()) < NUM_STEPS
     finish(launch(tmp_path, num_processes, flags))
     assert losses(metrics) == expected
+
+
+HELD: Flags = {"wlb_packing": "hold"}
+FURTHER: dict[str, tuple[int, Flags]] = {
+    # Tied embeddings, over two stages: the last one's copy is saved and loaded once.
+    "prediction": (2, BOTH | HELD | PP2 | {"mtp_num_layers": 2}),
+    "prediction-slices": (2, BOTH | SLICES | PP2 | {"mtp_num_layers": 2}),
+    "latents": (2, BOTH | HELD | CP2 | LATENT),
+    # Slices that replicas run alike.
+    "experts-slices": (
+        4, BOTH | EXPERTS | SLICES | PP2 | DP2
+        | {"expert_model_parallel_size": 2, "bf16": True, "wlb_units": None},
+    ),
+    "fsdp2-tp2-sp": (
+        4, BOTH | HELD | TP2_SP | {
+            "use_torch_fsdp2": True, "untie_embeddings_and_output_weights": True, "bf16": True,
+            "hidden_dropout": 0.1,
+        },
+    ),
+    # Latents, prediction and experts, over EP 2 × PP 2, in bf16.
+    "small-deepseek": (
+        4, PP2 | DP2 | {
+            "wlb_config": SMALL_DEEPSEEK, "log_interval": 1, "global_batch_size": 8,
+            "lr_decay_style": "constant", "split": "80,15,5",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_of(FURTHER, "prediction", "prediction-slices", "latents"))
+def test_features_go_on_to_the_bit(name: str, tmp_path: Path, corpus: Path) -> None:
+    num_processes, flags = FURTHER[name]
+    flags = flags | {"data_path": corpus, "train_iters": 4}
+    saving: Flags = {"save": "ck", "save_interval": 2, "wlb_metrics": "plain"}
+    plain = finish(launch(tmp_path, num_processes, flags | saving))
+    again: Flags = {"load": "ck", "ckpt_step": 2, "wlb_metrics": "resumed"}
+    resumed = finish(launch(tmp_path, num_processes, flags | again))
+    expected = {step: loss for step, loss in losses(tmp_path / "plain").items() if step > 2}
+    assert losses(tmp_path / "resumed") == expected and list(expected) == [3, 4]
+    for figure in ("seq_load_balancing_loss", "mtp_1 loss"):
+        # Megatron counts the first figure of a run in the second again.
+        assert logged(resumed, figure)[:1] == logged(plain, figure)[2:3]
 
 
 def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path) -> None:

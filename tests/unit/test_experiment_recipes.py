@@ -156,7 +156,7 @@ def test_forecast_of_original_gains_nothing() -> None:
         (["--micro-batch-size", "3"], "which --micro-batch-size 3 × DP 1 = 3 does not divide"),
         (["--global-batch-size", "3"], "must lie between PP 4 and the 3"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp is not modelled"),
-        (["--num-experts", "9", "--expert-model-parallel-size", "2"], "--num-experts is 9, which"),
+        (["--num-experts", "9", "--expert-model-parallel-size", "2"], "--num-experts is 9, but"),
         (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers"),
         (["--wlb-hardware", "h1000"], "unknown hardware h1000"),
     ],

@@ -185,8 +185,9 @@ class Attention(Part):
         return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 
     def _workspace(self, on: Blocks, num_keys: float) -> tuple[float, float] | None:
-        """Bytes in which the kernel's backward works: a local token with so many keys a token, and
-        a key. None of kernels that run document by document.
+        """Bytes in which the kernel's backward works: by local token with so many keys, and by key.
+
+        None for kernels that run document by document.
         """
         if on.execution.attention_kernel is not None:
             names = [name for name in WORKSPACES if name == on.execution.attention_kernel]

@@ -278,7 +278,7 @@ class Graph:
         return [Wait(*row) for row in zip(*(c[1:].tolist() for c in columns), strict=True)]
 
     def _durations(self, times_us: Floats, p2p_us: Floats) -> tuple[Floats, Floats]:
-        """The time of each node, and of what passes from its second input to its start."""
+        """The time of each node, and the time of the message from its second input to its start."""
         num = 2 * self.num_stages * self.num_micro_batches
         alternatives = times_us.shape[3:]
         table = np.concatenate(

@@ -1,11 +1,11 @@
 """Audits a ledger: each token of what has arrived ran once, or waits in the newest checkpoint.
 
 A start of the run after step K takes back the lines of later steps that stand before it: those
-steps ran, but no weight of theirs is left. One whose weights are of another folder takes all back.
-Of the other lines all pieces of documents are put together. A document is whole if its pieces
-follow one another from its first token to its last. The stream numbers arrivals, so that one of
-which there is no piece at all is missed, too. What waits, and how many have arrived, is said by a
-checkpoint; after it nothing can be called lost yet.
+steps ran, but their weights are lost. A start with weights of another folder takes back all lines.
+The pieces of documents in the remaining lines are put together. A document is whole if its pieces
+follow one another from its first token to its last. The stream numbers arrivals, so a document
+without any piece is missed too. A checkpoint says what waits and how many documents have arrived.
+After it nothing can be called lost yet.
 
 Memory: about 600 bytes a document that ran, at most.
 """

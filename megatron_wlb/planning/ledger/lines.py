@@ -29,7 +29,7 @@ NAME = "wlb_ledger.txt"
 VERSION = 1
 
 Pieces: TypeAlias = npt.NDArray[np.int64]
-"""``[n, 7]``: the columns below, of tokens ``[OFFSET, OFFSET + LENGTH)`` of stored documents."""
+"""``[n, 7]``: each row is tokens ``[OFFSET, OFFSET + LENGTH)`` of a document; columns below."""
 CORPUS, EPOCH, INDEX, OFFSET, LENGTH, ENDS, ARRIVAL = range(7)
 _DEFLATE_LEVEL = 1
 """Higher ones save 2 % and take thrice the time: most bytes are of random numbers."""

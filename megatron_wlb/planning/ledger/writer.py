@@ -36,7 +36,7 @@ class StepLedger:
         self.iteration = 0
         """The last step that was written."""
         self.plan: StepPlan | None = None
-        """Its plan, of this process."""
+        """The plan of that step, if this process wrote it."""
         self._path = None if folder is None else Path(folder) / NAME
         self._file = -1
         if self._path is not None:

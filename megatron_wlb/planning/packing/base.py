@@ -175,8 +175,8 @@ class Packer(ABC):
     """Whether documents of any length run whole, in slices that
     :class:`~megatron_wlb.planning.slicing.Slicer` cuts. Replicas then run unlike numbers of
     micro-batches."""
-    cannot: ClassVar[frozenset[str]] = frozenset()
-    """What it cannot run with: names of :data:`~megatron_wlb.planning.packing.needs.OBSTACLES`."""
+    cannot: ClassVar[Mapping[str, str]] = {}
+    """Flags of Megatron-LM that it cannot run with, and why."""
     unshaped: ClassVar[str] = "{} packing has no shaped steps; leave --wlb-shape (+shape) out"
     unnumbered: ClassVar[str] = (
         "{} packing has as many micro-batches as the batch size says; leave --wlb-micro-batches "

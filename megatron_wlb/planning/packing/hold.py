@@ -68,7 +68,7 @@ class _Outcome:
 
     score: float
     early: list[int]
-    """Numbers of what is to run early, as in :class:`_Choice`."""
+    """Numbers of the documents that are to run early, as in :class:`_Choice`."""
     running: Ranking
     placement: Placement
     """Where ``running`` is placed; what is left of it had no room."""
@@ -190,7 +190,7 @@ class HoldPacker(Packer):
         self._read_ahead(ahead)
 
     def _arrived(self, documents: Sequence[Document], step: int) -> list[Document]:
-        """Collects what has arrived by ``step``, of ``documents`` and of those read ahead."""
+        """Collects the documents that have arrived by ``step``, read ahead or given now."""
         arrived = []
         for ahead in (self._heavy_ahead, self._light_ahead):
             count = bisect_right(ahead, step, key=_step)

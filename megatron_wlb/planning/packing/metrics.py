@@ -40,7 +40,7 @@ class PackingMetrics:
     """The least delay that 99 % of the tokens that ran do not exceed."""
     delay_max_steps: int
     num_waiting: int
-    """Documents that arrived and have not run; in none of the delays above."""
+    """Documents that arrived and have not run. The delays above do not count them."""
     waiting_tokens: int
     waiting_age_mean_steps: float
     """Token-weighted delay of all that waits if it ran in the step after the last: the least

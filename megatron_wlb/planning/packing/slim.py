@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.packing.base import Limits, Packer, load_state, save_state
-from megatron_wlb.planning.packing.needs import OBSTACLES
 
 if TYPE_CHECKING:
     from megatron_wlb.cost import CostModel
@@ -25,7 +24,10 @@ class SlimPacker(Packer):
     reads = frozenset({"max_tokens", "units", "slice_multiple", "dp_merge", "recompute"})
     number = "units"
     slices = True
-    cannot = frozenset(OBSTACLES)
+    cannot: ClassVar[Mapping[str, str]] = {
+        "--defer-embedding-wgrad-compute": "it pairs forward and backward passes in one order, "
+        "slices run backward last to first"
+    }
     unshaped = "{} packing chooses sizes and order itself; leave --wlb-shape (+shape) out"
     unnumbered = (
         "{} packing chooses the number of micro-batches itself (--wlb-units); leave "

@@ -35,9 +35,8 @@ from megatron.core.transformer.transformer_config import (
 
 from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
-from megatron_wlb.planning.expert_rules import expert_layers
 from megatron_wlb.planning.from_config import padded_vocab_size
-from megatron_wlb.planning.sliding import windowed_layers
+from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.attention.core import (
     AttentionOptions,
@@ -163,7 +162,7 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def _called_alike(config: Config, kind: type[TransformerConfig]) -> dict[str, Any]:
-    """The settings that Megatron's configuration calls as we do; of experts where there are any."""
+    """The settings that Megatron's configuration names as we do; without experts, not theirs."""
     settings = config.flat()
     return {
         f.name: settings[f.name]

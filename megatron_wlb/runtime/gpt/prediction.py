@@ -142,7 +142,7 @@ def _of_tensors(layer: Any, forward: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _without_padding(layer: Any, *, padding_mask: None, **kwargs: Any) -> torch.Tensor:
-    """The same of 0.18, whose layer gives it a mask, of None, that it does not take."""
+    """The same for 0.18, whose layer passes a ``padding_mask`` that this method does not take."""
     result: torch.Tensor = _recompute(layer, **kwargs)
     return result
 

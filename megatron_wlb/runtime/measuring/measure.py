@@ -31,7 +31,7 @@ from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead, layers_of, take_losses
 from megatron_wlb.runtime.ranks.transfer import from_first_rank
-from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.saving.core import rng_state, set_rng_state
 from megatron_wlb.runtime.stepping.batch import local_params
 
 logger = logging.getLogger(__name__)
@@ -88,10 +88,10 @@ def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
 def measure_tables(
     model: Model, shape: ModelShape, max_tokens: int, vocab_size: int, machine: str
 ) -> ProfiledCost:
-    """Measured tables up to micro-batches, and documents, of ``max_tokens``; as with
-    :func:`measured_cost` the model is left as it was.
+    """Measures tables for documents and micro-batches of up to ``max_tokens``.
 
-    Attention is timed alone; the rest is what micro-batches of short documents take beyond theirs.
+    The model is left as it was, as :func:`measured_cost` leaves it. Attention is timed alone. The
+    rest is the time of micro-batches of short documents, without their attention.
     """
     config, multiple = model.config, _multiple(model)
     longest = -(-max_tokens // multiple) * multiple

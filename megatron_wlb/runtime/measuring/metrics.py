@@ -47,8 +47,8 @@ def whole_lines(path: Path) -> int:
 
 
 class MetricsFile:
-    """Appends to the file; of each line nothing is lost if the process dies after it. Without a
-    path nothing is written.
+    """Appends lines to a file. A line that was written is kept if the process dies. Without a path
+    nothing is written.
 
     One run at a time has the file, where its file system has ``flock``. Half a line that a full
     disk left is cut off. Raises :class:`megatron_wlb.errors.CheckpointError` here and in

@@ -35,7 +35,7 @@ from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.megatron_lm.strategy_session import StrategySession
 from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.ranks import agreement, watchdog
-from megatron_wlb.runtime.saving.checkpoint import lock_folder
+from megatron_wlb.runtime.saving.core import lock_folder
 from megatron_wlb.runtime.saving.resume import missing_load
 from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.planning.packing.needs import OBSTACLES
 from megatron_wlb.planning.packing.settings import kind_in
+from megatron_wlb.planning.rules import LAUNCHED
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
-
-Condition = Callable[[argparse.Namespace], bool]
-
 
 _NAMES = {
     "--fp8-format": "fp8",
@@ -39,7 +36,7 @@ class Refusal:
     remedy: str = "leave it out"
     allowed: tuple[Any, ...] = ()
     """Values that can run. None given: the flag's absence (None, False, 0, an empty list)."""
-    refused: Condition | None = None
+    refused: Callable[[_Given], Any] | None = None
     """Decides instead, if given."""
 
     @property
@@ -49,7 +46,7 @@ class Refusal:
 
     def applies(self, args: argparse.Namespace) -> bool:
         if self.refused is not None:
-            return self.refused(args)
+            return bool(self.refused(_Given(args)))
         value = getattr(args, self.name, None)
         if self.allowed:
             return value not in (None, *self.allowed)
@@ -67,82 +64,58 @@ class Refusal:
         return f"{self.given(args)} does not work with {ours}: {self.reason}; {self.remedy}"
 
 
-def _has_chunks(args: argparse.Namespace) -> bool:
-    layout = getattr(args, "pipeline_model_parallel_layout", None)
-    split = PipelineSplit(pipeline_model_parallel_layout=layout)
-    return (split.vpp_size(args.pipeline_model_parallel_size) or 1) > 1
+class _Given:
+    """Megatron's arguments; what this version does not have, or was not given, is None."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name, None)
 
 
-def _mixes_up(args: argparse.Namespace) -> bool:
-    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    is_virtual = any(getattr(args, name, None) is not None for name in names) or _has_chunks(args)
+def _mixes_up(args: _Given) -> bool:
+    split = PipelineSplit(pipeline_model_parallel_layout=args.pipeline_model_parallel_layout)
+    is_virtual = (
+        args.num_layers_per_virtual_pipeline_stage is not None
+        or args.num_virtual_stages_per_pipeline_rank is not None
+        or (split.vpp_size(args.pipeline_model_parallel_size) or 1) > 1
+    )
     return args.pipeline_model_parallel_size == 2 and is_virtual and not args.overlap_p2p_comm
 
 
-def _unquantised(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "fp8", None)) and args.transformer_impl == "local"
-
-
-def _scales_late(args: argparse.Namespace) -> bool:
-    delayed = getattr(args, "fp8_recipe", None) in (None, "delayed")
-    return bool(getattr(args, "fp8", None)) and delayed
-
-
-def _cannot_load(args: argparse.Namespace) -> bool:
+def _cannot_load(args: _Given) -> bool:
     saves_state = args.use_distributed_optimizer and args.save and not args.no_save_optim
     resharded = args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable
     return bool(saves_state and not (args.bf16 or args.fp16) and not resharded)
 
 
-def _defers_gathered(args: argparse.Namespace) -> bool:
-    # With TP 1 Megatron turns sequence parallelism off.
-    return bool(
-        getattr(args, "defer_embedding_wgrad_compute", False)
-        and getattr(args, "sequence_parallel", False)
-        and args.tensor_model_parallel_size > 1
-    )
-
-
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
 
 
-def _balances_else(args: argparse.Namespace) -> bool:
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
-    return bool({kinds} - _BALANCING if isinstance(kinds, str) else set(kinds) - _BALANCING)
+def _balances_else(args: _Given) -> bool:
+    kinds = args.moe_router_load_balancing_type or []
+    return bool(({kinds} if isinstance(kinds, str) else {*kinds}) - _BALANCING)
 
 
-def _gathers_tokens(args: argparse.Namespace) -> bool:
-    gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
-    return gathers and bool(getattr(args, "num_experts", None))
+def _gathers_tokens(args: _Given) -> bool:
+    return bool(args.moe_token_dispatcher_type == "allgather" and args.num_experts)
 
 
-def _recomputes_biases(args: argparse.Namespace) -> bool:
-    if getattr(args, "recompute_granularity", None) != "selective":
-        return False
-    is_dense = not getattr(args, "num_experts", None)
-    modules = getattr(args, "recompute_modules", None) or []
-    return "mlp" in modules and is_dense and bool(getattr(args, "add_bias_linear", False))
+def _recomputes_biases(args: _Given) -> bool:
+    is_selective = args.recompute_granularity == "selective" and not args.num_experts
+    return bool(is_selective and "mlp" in (args.recompute_modules or []) and args.add_bias_linear)
 
 
-def _routes_in_parts(args: argparse.Namespace) -> bool:
-    num_parts = getattr(args, "mlp_chunks_for_training", None) or 1
-    return num_parts > 1 and bool(getattr(args, "num_experts", None))
+def _runs_deepep(args: _Given) -> bool:
+    backend = args.moe_flex_dispatcher_backend or "deepep"
+    is_deepep = args.moe_enable_deepep or backend == "deepep"
+    return is_deepep and args.moe_token_dispatcher_type == "flex"
 
 
-def _pads_experts(args: argparse.Namespace) -> bool:
-    kind = getattr(args, "moe_token_dispatcher_type", None)
+def _pads_experts(args: _Given) -> bool:
+    kind = args.moe_token_dispatcher_type
     return kind not in (None, "alltoall", "allgather") and not _runs_deepep(args)
-
-
-def _runs_deepep(args: argparse.Namespace) -> bool:
-    backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
-    is_deepep = getattr(args, "moe_enable_deepep", False) or backend == "deepep"
-    return is_deepep and getattr(args, "moe_token_dispatcher_type", None) == "flex"
-
-
-def _shards_other_layers(args: argparse.Namespace) -> bool:
-    others = getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
-    return bool(getattr(args, "use_torch_fsdp2", False) and others)
 
 
 def ignores_ramps(args: argparse.Namespace) -> bool:
@@ -150,21 +123,9 @@ def ignores_ramps(args: argparse.Namespace) -> bool:
     return "step_batch_size_schedule" in vars(args)  # Words have any name
 
 
-def _ramps_in_vain(args: argparse.Namespace) -> bool:
-    return bool(args.rampup_batch_size) and ignores_ramps(args)
-
-
-def _no_data(args: argparse.Namespace) -> bool:
-    return not (_names_corpora(args) or getattr(args, "mock_data", False))
-
-
-def _mocks_corpora(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "mock_data", False)) and _names_corpora(args)
-
-
-def _names_corpora(args: argparse.Namespace) -> bool:
+def _names_corpora(args: _Given) -> bool:
     names = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
-    return any(getattr(args, name, None) for name in names)
+    return any(getattr(args, name) for name in names)
 
 
 _OTHER_LAYERS = "cost and memory models know attention, feed-forward parts and experts only"
@@ -205,132 +166,93 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--mtp-standalone", "its stage has a schedule of its own"),
     Refusal("--mtp-use-repeated-layer", "cost and memory models know a layer for each depth"),
     Refusal("--mtp-detach-heads", "it was not compared with one process"),
-    Refusal(
-        "--position-embedding-type", "positions are by document",
-        "use rope, learned_absolute or none", ("rope", "learned_absolute", "none"),
-    ),
-    Refusal(
-        "--softmax-type", "packed attention has the plain softmax", "use vanilla", ("vanilla",)
+    Refusal("--position-embedding-type", "positions are by document",
+        "use rope, learned_absolute or none", ("rope", "learned_absolute", "none")),
+    Refusal("--softmax-type", "packed attention has the plain softmax", "use vanilla", ("vanilla",)
     ),
     Refusal("--qk-clip", _NO_LOGITS),
     Refusal("--log-max-attention-logit", _NO_LOGITS),
     Refusal("--attention-output-gate", _OTHER_LAYERS),
-    Refusal(
-        "--transformer-impl", "it is made for inference", "use local or transformer_engine",
-        ("local", "transformer_engine"),
-    ),
+    Refusal("--transformer-impl", "it is made for inference", "use local or transformer_engine",
+        ("local", "transformer_engine")),
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
-    Refusal(
-        "--fp8-format", "layers of the local implementation would train in bf16 without a word",
-        "use --transformer-impl transformer_engine", refused=_unquantised,
-    ),
-    Refusal(
-        "--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
-        "use --fp8-format",
-    ),
+    Refusal("--fp8-format", "layers of the local implementation would train in bf16 without a word",
+        "use --transformer-impl transformer_engine",
+        refused=lambda a: a.fp8 and a.transformer_impl == "local"),
+    Refusal("--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
+        "use --fp8-format"),
     Refusal(
         "--fine-grained-activation-offloading", "it keeps the host's buffers of every length that "
-        "it has met, and lengths of micro-batches vary",
-    ),
+        "it has met, and lengths of micro-batches vary"),
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),
     Refusal(
         "--defer-embedding-wgrad-compute", "with --sequence-parallel it gathers all micro-batches "
-        "at the length of the first, and lengths of micro-batches vary", refused=_defers_gathered,
-    ),
+        "at the length of the first, and lengths of micro-batches vary",
+        refused=lambda a: a.defer_embedding_wgrad_compute and a.sequence_parallel
+        and a.tensor_model_parallel_size > 1),
     Refusal(
         "--recompute-modules", "Megatron's recomputation of mlp gives back the bias itself, whose "
         "gradient then needs its own: the first backward pass never ends",
-        "use --disable-bias-linear, or leave mlp out", refused=_recomputes_biases,
-    ),
+        "use --disable-bias-linear, or leave mlp out", refused=_recomputes_biases),
     # The layout.
     Refusal("--hybrid-context-parallel", _OWN_PACKING),
     Refusal("--dynamic-context-parallel", _OWN_PACKING),
     Refusal("--sequence-packing-scheduler", _OWN_PACKING),
-    Refusal(
-        "--no-overlap-p2p-communication",
+    Refusal("--no-overlap-p2p-communication",
         "with 2 pipeline stages and virtual stages, activations and gradients of one batch would "
-        "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up,
-    ),
+        "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
         "--moe-token-dispatcher-type", "the buffers of HybridEP hold as many tokens of each rank "
         "as of this one, and lengths of micro-batches vary",
-        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_pads_experts,
-    ),
+        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_pads_experts),
     Refusal(
         "--moe-pad-expert-input-to-capacity", "ranks would exchange as many tokens as their own "
         "micro-batch has, and lengths of micro-batches vary",
-        "leave it out, as --moe-expert-capacity-factor alone drops tokens too",
-    ),
-    Refusal(
-        "--mlp-chunks-for-training", "experts would be chosen for a part of a micro-batch at a "
-        "time, and their losses and counts are by document", refused=_routes_in_parts,
-    ),
-    Refusal(
-        "--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
-        "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else,
-    ),
-    Refusal(
-        "--use-megatron-fsdp",
+        "leave it out, as --moe-expert-capacity-factor alone drops tokens too"),
+    Refusal("--mlp-chunks-for-training", "experts would be chosen for a part of a micro-batch at a "
+        "time, and their losses and counts are by document",
+        refused=lambda a: (a.mlp_chunks_for_training or 1) > 1 and a.num_experts),
+    Refusal("--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
+        "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else),
+    Refusal("--use-megatron-fsdp",
         "its wrapper runs on CUDA devices alone, where it was not compared with one process",
-        "use --use-torch-fsdp2 or --use-distributed-optimizer",
-    ),
+        "use --use-torch-fsdp2 or --use-distributed-optimizer"),
     Refusal(
         "--use-torch-fsdp2", "with --num-experts or --mtp-num-layers it was not compared with one "
-        "process", "use --use-distributed-optimizer", refused=_shards_other_layers,
-    ),
+        "process", "use --use-distributed-optimizer",
+        refused=lambda a: a.use_torch_fsdp2 and (a.num_experts or a.mtp_num_layers)),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     # The data.
-    Refusal(
-        "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
+    Refusal("--data-path", _OTHER_DATA, "give --data-path with the prefix of one",
+        refused=lambda a: not (_names_corpora(a) or a.mock_data)
     ),
-    Refusal(
-        "--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
-        refused=_mocks_corpora,
-    ),
+    Refusal("--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
+        refused=lambda a: a.mock_data and _names_corpora(a)),
     Refusal("--use-varlen-dataset", _OTHER_DATA, "use --data-path, or --sft with its files"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
-    Refusal(
-        "--dataloader-inter-document-masking", "attention stays inside each document already"
-    ),
+    Refusal("--dataloader-inter-document-masking", "attention stays inside each document already"),
     Refusal("--dataloader-save", "the state of the data is in the checkpoint itself"),
     Refusal("--object-storage-cache-path", "corpora must be files"),
     Refusal("--full-validation", "an evaluation is so many steps", "use --eval-iters"),
     Refusal("--multiple-validation-sets", "an evaluation is of one blend"),
     Refusal("--phase-transition-iterations", "a stream of documents has one phase"),
-    Refusal(
-        "--wlb-epochs", "Megatron's loop ends by steps", "use --train-iters or --train-samples"
-    ),
     # Checkpoints.
-    Refusal(
-        "--override-ckpt-iteration", "which documents were trained is known of the saved step",
-        "give --ckpt-step with a saved one",
-    ),
-    Refusal(
-        "--use-distributed-optimizer",
+    Refusal("--override-ckpt-iteration", "which documents were trained is known of the saved step",
+        "give --ckpt-step with a saved one"),
+    Refusal("--use-distributed-optimizer",
         "in fp32 Megatron saves a form of its state that it cannot load",
         "add --dist-ckpt-optim-fully-reshardable with --ckpt-format torch_dist, or train in --bf16",
-        refused=_cannot_load,
-    ),
+        refused=_cannot_load),
     Refusal(
         "--ckpt-format", "the packer's state is saved in two formats", "use torch_dist or torch",
-        ("torch_dist", "torch"),
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type", "the packer's state is saved in files that all ranks see",
-        "use global", ("global",),
-    ),
+        ("torch_dist", "torch")),
+    Refusal("--non-persistent-ckpt-type", "the packer's state is saved in files that all ranks see",
+        "use global", ("global",)),
 )  # fmt: skip
-
-OF_PACKINGS: dict[str, tuple[Refusal, ...]] = {
-    "deferred gradients": (
-        Refusal("--defer-embedding-wgrad-compute", OBSTACLES["deferred gradients"]),
-    ),
-}
-"""Flags that cannot run with some packings, by what these cannot run with."""
 
 _IN_STORE = "weights and optimizer state are in a store that is sharded over all ranks"
 _OWN_STEPS = "a step's documents are those of a batch of one size"
@@ -370,68 +292,48 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--reset-position-ids", "positions start anew in each document already"),
     Refusal("--reset-attention-mask", "attention stays inside each document already"),
     Refusal("--eod-mask-loss", "the last token of a document predicts nothing already"),
-    Refusal(
-        "--dataloader-type",
+    Refusal("--dataloader-type",
         "documents come from our own stream (order and epochs: docs/data-and-checkpoints.md)",
-        allowed=("single", "external"),
-    ),
-    Refusal(
-        "--per-dataset-sequences-path",
-        "every corpus's own .idx file is read, which says how many sequences it has",
-    ),
-    Refusal(
-        "--ddp-average-in-collective",
-        "a loss per token divides gradients once, by the tokens of the step",
-    ),
-    Refusal(
-        "--rampup-batch-size",
+        allowed=("single", "external")),
+    Refusal("--per-dataset-sequences-path",
+        "every corpus's own .idx file is read, which says how many sequences it has"),
+    Refusal("--ddp-average-in-collective",
+        "a loss per token divides gradients once, by the tokens of the step"),
+    Refusal("--rampup-batch-size",
         "this version of Megatron-LM ignores it, and has --step-batch-size-schedule instead",
-        refused=_ramps_in_vain,
-    ),
-    Refusal(
-        "--hierarchical-context-parallel-sizes",
+        refused=lambda a: a.rampup_batch_size and ignores_ramps(a._args)),
+    Refusal("--hierarchical-context-parallel-sizes",
+        "keys and values are gathered over all context-parallel ranks at once"),
+    Refusal("--cp-comm-type",
         "keys and values are gathered over all context-parallel ranks at once",
-    ),
-    Refusal(
-        "--cp-comm-type",
-        "keys and values are gathered over all context-parallel ranks at once",
-        allowed=(["p2p"], ["all_gather"], "p2p"),
-    ),
+        allowed=(["p2p"], ["all_gather"], "p2p")),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
     Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
     Refusal("--tp-comm-overlap", _ONE_BUFFER),
-    Refusal(
-        "--moe-token-dispatcher-type",
+    Refusal("--moe-token-dispatcher-type",
         "it gathers one length from all ranks, and alltoall, which "
         "computes the same, takes its place",
-        refused=_gathers_tokens,
-    ),
-)
+        refused=_gathers_tokens),
+)  # fmt: skip
 """Flags without which the same numbers are computed: told, and left alone or turned off."""
 
 TOLD: tuple[Refusal, ...] = (
-    Refusal(
-        "--attention-dropout",
+    Refusal("--attention-dropout",
         "the kernels flash-attn-3 and torch-cpu have no dropout, and with it attention has no head "
         "start",
-        "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)",
-    ),
-    Refusal(
-        "--moe-token-dispatcher-type",
+        "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)"),
+    Refusal("--moe-token-dispatcher-type",
         "DeepEP exchanges the numbers of tokens, as lengths that vary need, but nobody has tried "
         "it with plans yet",
         "compare the first losses with those of alltoall",
-        refused=_runs_deepep,
-    ),
-    Refusal(
-        "--disable-gloo-process-groups",
+        refused=_runs_deepep),
+    Refusal("--disable-gloo-process-groups",
         "Megatron makes no groups of gloo, but ranks compare plans between their hosts, without "
         "waiting for GPUs, and open two groups of gloo for that",
         "let its connections through (GLOO_SOCKET_IFNAME names the network)",
-        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False,
-    ),
-)
+        refused=lambda a: a.enable_gloo_process_groups is False),
+)  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
 
 _TURNED_OFF: dict[str, Any] = {
@@ -461,7 +363,9 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
     for told in TOLD:
         if told.applies(args):
             logger.warning("%s: %s; %s", told.given(args), told.reason, told.remedy)
-    if _scales_late(args) and args.world_size > _shards(args):
+    given = _Given(args)
+    scales_late = given.fp8 and given.fp8_recipe in (None, "delayed")
+    if scales_late and args.world_size > _shards(args):
         logger.warning(
             "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
             "micro-batch; --fp8-recipe tensorwise spares that"
@@ -470,6 +374,7 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     yield from (refusal.message(args) for refusal in REFUSALS if refusal.applies(args))
+    yield from filter(None, (rule.refusal(_Given(args)) for rule in LAUNCHED))
     yield from of_packing(args, getattr(args, "wlb_packing", None))
     if _has_strategies(args):
         yield from (
@@ -490,10 +395,9 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
 
 def of_packing(args: argparse.Namespace, packing: str | None) -> Iterator[str]:
     """Lists the flags that cannot run with a packing."""
-    cannot = kind_in(packing).cannot if packing else ()
-    for name, rows in OF_PACKINGS.items():
-        if name in cannot:
-            yield from (refusal.message(args) for refusal in rows if refusal.applies(args))
+    for flag, reason in (kind_in(packing).cannot if packing else {}).items():
+        if (refusal := Refusal(flag, reason)).applies(args):
+            yield refusal.message(args)
 
 
 def _shards(args: argparse.Namespace) -> int:
@@ -521,7 +425,7 @@ def turn_off(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     if _has_strategies(args):
         vars(args).update(dict.fromkeys((one.name for one in STORED), False))
-    if _gathers_tokens(args):
+    if _gathers_tokens(_Given(args)):
         args.moe_token_dispatcher_type = "alltoall"
     if getattr(args, "multi_latent_attention", False):
         args.apply_rope_fusion = False

@@ -27,8 +27,10 @@ from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
 from megatron_wlb.runtime.saving import checksums
-from megatron_wlb.runtime.saving.checkpoint import (
+from megatron_wlb.runtime.saving.core import (
     FAILURES,
+    begin_save,
+    opened_state,
     refuse_save,
     rng_state,
     set_rng_state,
@@ -56,7 +58,7 @@ class Hooks:
         self._state: dict[str, Any] = {}
         """What this entry says."""
         self._compared: tuple[str, bool] | None = None
-        """The folder that Megatron reads, and whether its files were verified."""
+        """The folder that Megatron reads, and whether its files may be trusted."""
 
     def install(self, patches: PatchSet) -> None:
         from megatron.core import dist_checkpointing
@@ -81,9 +83,7 @@ class Hooks:
         not run them again.
         """
         self.session.catch_up()
-        watchdog.at("a checkpoint", is_slow=True)
-        self.session.runner.compare_reads()  # a checkpoint has no weights of tokens not compared
-        self.session.ledger.sync()
+        begin_save("a checkpoint", self.session.runner, self.session.ledger)
         settings = self.session.args
         rng: Any = rng_state()
         is_distributed = settings.ckpt_format == "torch_dist"
@@ -149,10 +149,9 @@ class Hooks:
             return found
         self._loaded = state if STATE in state else None
         if self._loaded is not None:
-            folder, verified = self._compared or (self.session.args.load, True)
+            folder, trusted = self._compared or (self.session.args.load, True)
             try:
-                self._state = checksums.unseal_state(state[STATE])
-                checksums.require(self._state, verified or self._skips)
+                self._state = opened_state(state[STATE], trusted)
             except CheckpointError as error:
                 raise damaged(folder, error) from error
         is_release = found[2]

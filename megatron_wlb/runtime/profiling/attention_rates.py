@@ -320,8 +320,9 @@ def _in_turn(
 
 
 def _mixed_calls(longest: int, seed: int) -> list[Call]:
-    """Calls of the first and the last of the CP ranks, of reference windows scaled to ``longest``,
-    divided per sequence and per document.
+    """Makes the calls of the first and the last CP rank, for windows of reference lengths.
+
+    The windows are scaled to ``longest``, and divided per sequence and per document.
     """
     multiple = 2 * max(MIXED_CP_SIZES)
     num_tokens = -(-longest // multiple) * multiple

@@ -39,13 +39,13 @@ class Rates:
     elementwise_gb_s: float
     """An activation function: bytes read and written."""
     kernel_us: float | None = None
-    """A kernel without work, one behind another on the device; of a GPU."""
+    """A GPU's time for a kernel without work, in a row of such kernels; None on the CPU."""
     launch_us: float | None = None
-    """The host's time for a kernel, with autograd's part; of a GPU."""
+    """The host's time to launch a GPU's kernel, with autograd's part; None on the CPU."""
 
 
 def measure_rates(device: str | None = None) -> Rates:
-    """The rates of the GPU in bf16 or of the CPU in fp32; of the GPU where there is one."""
+    """Measures the GPU in bf16 or the CPU in fp32; without ``device`` the GPU if there is one."""
     cuda = torch.cuda.is_available() if device is None else device == "cuda"
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     size = 8192 if cuda else 2048

@@ -13,27 +13,32 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core import dist_checkpointing, parallel_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves
 
-from megatron_wlb.errors import CheckpointError, WLBError
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.reading import parse_mapping
 from megatron_wlb.runtime.gpt.build import Model, transformer_impl
 from megatron_wlb.runtime.ranks.transfer import from_first_rank
-from megatron_wlb.runtime.ranks.watchdog import lost_peer
 from megatron_wlb.runtime.saving import checksums
-from megatron_wlb.runtime.saving import lock as save_lock
+from megatron_wlb.runtime.saving.core import (
+    FAILURES,
+    lock,
+    opened_state,
+    reason,
+    refuse_save,
+    rng_state,
+    set_rng_state,
+    sharded_rng,
+)
 from megatron_wlb.runtime.saving.newest import TRACKER, folder_of, latest, remedy
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
 from megatron_wlb.settings.config import Config, table
@@ -42,9 +47,6 @@ _LAYOUT = tuple(name for name, known in table().items() if known.layout)
 _SAME = tuple(name for name, known in table().items() if known.resume == "same")
 """What must be equal when a run resumes, with the number of processes. Megatron would take some
 from the checkpoint, whatever the command line says."""
-
-FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
-"""What a save may raise."""
 
 
 def _metadata() -> dict[str, Any]:
@@ -70,34 +72,6 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
     )
     state["rng_state"] = sharded_rng("rng_state", rng_state(), model)
     return state
-
-
-def sharded_rng(name: str, rng: dict[str, Any] | None, model: Model) -> ShardedObject:
-    """The streams of this rank alone, as Megatron's distributed format holds them.
-
-    Those of data-parallel ranks too, unlike Megatron: theirs draw in step only while all
-    micro-batches are of one length.
-    """
-    groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
-    return ShardedObject(
-        name, [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
-    )
-
-
-def rng_state() -> dict[str, Any]:
-    """The random-number streams of this rank."""
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Continues the streams that :func:`rng_state` noted."""
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
 def _settings(config: Config, padded_vocab_size: int) -> dict[str, Any]:
@@ -131,7 +105,7 @@ def check_folder(config: Config) -> None:
             raise CheckpointError(error)
         if root is None:
             return
-        _lock(root)
+        lock(root)
         resumes = (
             resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
         )
@@ -142,28 +116,6 @@ def check_folder(config: Config) -> None:
             )
 
     from_first_rank(check)
-
-
-def lock_folder(root: str) -> None:
-    """Keeps other runs out of the folder of ``--save`` until the program ends; called by every
-    rank, of which the first one holds the lock.
-
-    Raises :class:`CheckpointError` on every rank where another process has it, or nothing can be
-    written.
-    """
-    from_first_rank(partial(_lock, root))
-
-
-def _lock(root: str) -> None:
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-        save_lock.take(Path(root))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write --save {root}: {error.strerror}; choose another folder"
-        ) from None
 
 
 def save(
@@ -227,16 +179,6 @@ def write(
     return folder
 
 
-def refuse_save(folder: str | Path, failure: BaseException) -> NoReturn:
-    """Raises :class:`CheckpointError` for one of :data:`FAILURES`, or itself if it says enough."""
-    if isinstance(failure, CheckpointError) or lost_peer(failure):
-        raise failure
-    remedy = "free some room there, or choose another folder"
-    if isinstance(failure, torch.OutOfMemoryError):
-        remedy = "leave more of the device free by a smaller --wlb-memory-gib"
-    raise CheckpointError(f"cannot save {folder}: {_reason(failure)}; {remedy}") from failure
-
-
 def _put_in_force(folder: Path, iteration: int) -> None:
     """Points the tracker at ``folder``, all of which is on disk before."""
     for path in (*folder.iterdir(), folder):
@@ -259,17 +201,6 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _reason(error: BaseException) -> str:
-    """Puts an error into one line; of Megatron's collected errors, the first rank's."""
-    if isinstance(error, CheckpointException):
-        for failure, _ in error.failures.values():
-            return _reason(failure)
-        return "it failed on another rank"
-    text = " ".join(str(error).split())[:300]
-    known = isinstance(error, OSError | RuntimeError | WLBError)
-    return text if known else f"{type(error).__name__}: {text}"
 
 
 def _num_bytes(state: dict[str, Any]) -> int:
@@ -311,7 +242,7 @@ class Found:
 
     @property
     def num_updates(self) -> int | None:
-        """Adam's updates, of a checkpoint of strategies; None of others."""
+        """Adam's updates, if strategies saved it; else None."""
         number: int | None = self.common.get("num_updates")
         return number
 
@@ -341,13 +272,11 @@ def find(config: Config, padded_vocab_size: int, *, any_layout: bool = False) ->
     if root is None or iteration is None:
         return None
     folder = str(folder_of(root, iteration))
-    skip = config.wlb.wlb_no_checksums
-    verified = checksums.verify(folder, skip=skip)
+    trusted = checksums.verify(folder, skip=config.wlb.wlb_no_checksums)
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
-        checksums.require(common, verified or skip)
         required, settings = common["settings"], parse_mapping(common["config"], is_json=True)
-        planner_state = checksums.unseal_state(common["planner"])
+        planner_state = opened_state(common["planner"], trusted, common)
     except Exception as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)
     found = Found(folder, iteration, common, planner_state, settings)
@@ -405,7 +334,7 @@ def _of_adam(state: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse(folder: str, error: BaseException) -> NoReturn:
     raise CheckpointError(
-        f"cannot load {folder}, it is damaged ({_reason(error)}); {remedy(folder)}"
+        f"cannot load {folder}, it is damaged ({reason(error)}); {remedy(folder)}"
     ) from error
 
 

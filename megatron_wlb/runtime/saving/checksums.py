@@ -18,7 +18,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,8 +81,8 @@ def write(folder: str | os.PathLike[str]) -> None:
 def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     """Compares a checkpoint's files with its checksums; called by every rank.
 
-    Returns whether they were compared. They are not with ``skip``, nor where the checkpoint has no
-    checksums; the log says so.
+    Returns whether they may be trusted. They are not compared with ``skip``, which trusts them, nor
+    where the checkpoint has no checksums; the log says so.
 
     Raises:
         CheckpointError: on every rank, if a file differs, is cut short, missing or unreadable;
@@ -94,7 +94,7 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     if expected is None:
         why = "--wlb-no-checksums" if skip else f"it has no {NAME}"
         _log(logging.WARNING, f"the files of {folder} are not verified: {why}")
-        return False
+        return skip
     damages = [_damage(folder / name, expected[name]) for name in _share(expected)]
     found = [damage for of_rank in of_all_ranks([d for d in damages if d]) for damage in of_rank]
     if found:
@@ -104,14 +104,6 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     size = f"{len(expected)} files, {num_bytes / 1e6:.3g} MB"
     _log(logging.INFO, f"verified {folder}: {size} in {seconds:.2g} s")
     return True
-
-
-def require(saved: Mapping[str, Any], verified: bool) -> None:
-    """Raises :class:`CheckpointError` unless files are ``verified`` that were saved with checksums,
-    as what was ``saved`` with them says.
-    """
-    if saved.get("checksums") and not verified:
-        raise CheckpointError(f"its {NAME} is missing")
 
 
 def seal_state(state: dict[str, Any]) -> str:

@@ -55,9 +55,8 @@ def tell_changes(
 ) -> None:
     """Warns of what may differ from the checkpoint, but not unnoticed.
 
-    ``saved`` are the checkpoint's settings, ``machine`` its :func:`machine_digest`, None of
-    checkpoints from before it was noted. ``others`` are settings that are compared besides those by
-    which plans are made.
+    ``saved`` are the checkpoint's settings. ``machine`` is its :func:`machine_digest`; old
+    checkpoints have None. Settings by which plans are made are compared, and ``others``.
     """
     # What was not yet a setting when it was saved had its default.
     before = plan_settings(Config(), *others) | dict(saved)
@@ -75,8 +74,8 @@ def tell_changes(
 
 
 def require_same_tokens(corpora: Corpora, saved: Sequence[str] | None) -> None:
-    """Compares the corpora's samples with those of the checkpoint, None of one from before they
-    were noted. Other lengths are refused where the planner's state is loaded.
+    """Compares the corpora's samples with those of the checkpoint; old checkpoints have None. Other
+    lengths are refused where the planner's state is loaded.
 
     Raises :class:`CheckpointError` where a corpus holds other tokens.
     """

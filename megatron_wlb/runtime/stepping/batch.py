@@ -125,7 +125,7 @@ def _cut_in_chunks(
     device: str | torch.device,
     reach_tokens: int | None,
 ) -> Slice:
-    """``cut`` with its local chunks, of so many queries and keys of the slice itself."""
+    """``cut`` with this rank's ``chunks``: numbers of queries, and of the slice's own keys."""
     made, first_keys = [], []
     for q, own in chunks:
         k = cut.start + own
@@ -342,10 +342,10 @@ class BatchBuilder:
     def _read(
         self, plan: MicroBatchPlan, local: IntArray | slice, *, last: bool
     ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
-        """Ids, labels and loss mask of the ``local`` tokens at each depth, ``[1 + D, T/CP]`` each;
-        of depth 0 alone before the last stage.
+        """Reads ids, labels and loss mask of the ``local`` tokens, ``[1 + D, T/CP]`` each.
 
-        Read are runs of local tokens of a span, and for labels the tokens after each.
+        Stages before the last one get depth 0 alone. It reads each span's runs of local tokens, and
+        for labels the token after each.
         """
         ends = np.cumsum(plan.lengths)
         rows = np.arange(plan.padded_length) if isinstance(local, slice) else local

@@ -23,7 +23,7 @@ _GRADIENTS_OF_NORM = next(
     for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
     if hasattr(MegatronOptimizer, name)
 )
-"""Megatron's name of what gives an optimizer's share of all gradients; another one from 0.19 on."""
+"""Megatron's method that gives an optimizer's share of all gradients; 0.19 renamed it."""
 
 
 def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamScheduler]:

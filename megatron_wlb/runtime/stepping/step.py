@@ -377,14 +377,7 @@ class StepRunner:
                     f"pad it to a positive multiple of {shards}, over which sequences are sharded"
                 )
         check_chains(plan)
-        config = self.model.config
         self._check_alike(plan)
-        if plan.chains and config.defer_embedding_wgrad_compute:
-            raise PlanError(
-                f"step {plan.step}: the plan has slices of documents, whose order of passes "
-                "defer_embedding_wgrad_compute cannot follow; turn that off, or plan whole "
-                "documents"
-            )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards
 from megatron_wlb.runtime.emulation import cpu
-from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.settings.config import Config
 
 
 def choose_device(requested: str) -> str:
@@ -45,24 +45,7 @@ def initialize(config: Config, device: str) -> int:
             "RANK is not set; start the trainer with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m megatron_wlb.pretrain_gpt …"
         )
-    for name, has in (
-        ("rampup_batch_size", "has one size of batches"),
-        ("step_batch_size_schedule", "has one size of batches"),
-        ("decrease_batch_size_if_needed", "has one size of batches"),
-        ("fp8_format", "has no FP8"),
-        ("use_torch_fsdp2", "has weights whole"),
-        ("wlb_strategies", "has one layout"),
-    ):
-        if config.flat()[name]:
-            raise ConfigError(
-                f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer {has}; "
-                "leave it out"
-            )
-    if config.model.num_experts and config.model.moe_token_dispatcher_type == "flex":
-        raise ConfigError(
-            "--moe-token-dispatcher-type is flex, but micro-batches have unequal lengths; use "
-            "alltoall"
-        )
+    guards.check_embedded(config)
     world_size = int(os.environ["WORLD_SIZE"])
     guards.check(config, world_size)
     num_micro_batches = guards.check_micro_batches(config, world_size)

@@ -39,6 +39,7 @@ from megatron_wlb.runtime.ranks.agreement import of_corpora, of_state
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.runtime.saving import checkpoint
+from megatron_wlb.runtime.saving.core import begin_save
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
 from megatron_wlb.runtime.saving.ledger import open_ledger
 from megatron_wlb.runtime.saving.newest import latest
@@ -150,9 +151,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
-        watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
-        self.runner.compare_reads()  # no checkpoint has weights of tokens that are not compared
-        self.ledger.sync()
+        begin_save(f"the checkpoint after iteration {self.iteration}", self.runner, self.ledger)
         folder = self._write(
             {
                 "planner": self.plans.state_dict(),

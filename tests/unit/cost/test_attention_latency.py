@@ -49,7 +49,7 @@ def chunk(latency, queries, keys):
     return [float(us) for us in latency.chunk_us(np.array(queries), np.array(keys))]
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(1, 300), st.integers(0, 300), st.sampled_from([(1, 1), (16, 1), (64, 32), (8, 8)])
 )
@@ -83,7 +83,7 @@ def test_profile_knows_chunks_that_start_their_document():
     assert chunk(known, 99, 100)[0] == pytest.approx(2.0 * 99 + 0.01 * 99 * 100, rel=0.1)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 1024), st.integers(0, 1023))
 def test_profile_is_close_between_its_points(queries, before):
     """Within a few per cent of a smooth law, on the diagonal too."""

@@ -64,7 +64,7 @@ def test_fit_reports_the_error_that_no_such_cost_can_avoid():
     assert 0.1 < fit.mean_error < 0.3 < fit.max_error < 0.67
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(
     times=st.lists(st.floats(1, 1e6), min_size=4, max_size=8),
     lengths=st.lists(st.integers(1, 10_000), min_size=8, max_size=8, unique=True),

@@ -81,7 +81,7 @@ def test_table_goes_beyond_its_end_when_told_to() -> None:
     assert one_row.work([128]).forward_linear_us == pytest.approx(0.1 * 128)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 5000), st.floats(0.1, 1e6)), min_size=1, unique_by=lambda p: p[0]

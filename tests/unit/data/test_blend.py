@@ -61,7 +61,7 @@ def tokens_by_corpus(documents: list[Document]) -> Counter[int]:
     return counts
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(0.001, 10), min_size=3, max_size=3),
     st.integers(1, 150),
@@ -85,7 +85,7 @@ def test_each_corpus_gives_its_share_of_every_step(
             assert -most_others_are_ahead - 1e-6 <= counts[corpus] - share < 16
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.001, 10), min_size=3, max_size=3))
 def test_steps_of_a_window_are_never_empty(weights: list[float]) -> None:
     stream = blend(LENGTHS, weights, step_tokens=16)

@@ -477,7 +477,7 @@ def test_open_takes_only_its_own_json_and_refuses_a_damaged_one(
 weights = st.integers(0, 1000).map(str) | st.integers(0, 9999).map(lambda n: f".{n:04}")
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(weights, min_size=1, max_size=3).filter(lambda texts: any(map(float, texts))),
     st.integers(0, 10_000_000),

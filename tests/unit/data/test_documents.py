@@ -14,7 +14,7 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
 from megatron_wlb.plan import Document
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=120)
+PROPERTY = settings(max_examples=120)
 
 Lengths = list[list[int]]
 

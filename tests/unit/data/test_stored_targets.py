@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.index import write_index
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb.data.blend import BlendedStream
@@ -36,7 +36,6 @@ def masks_of(lengths: list[int], seed: int = 0) -> list[Any]:
 
 
 @given(masks, st.integers(0, 45), st.integers(0, 45))
-@settings(deadline=None, derandomize=True)
 def test_runs_weigh_as_their_mask(mask: list[float], first: int, last: int) -> None:
     runs = runs_of(np.array(mask))
     assert weight_of(runs, first, last) == sum(mask[first:last])
@@ -45,7 +44,6 @@ def test_runs_weigh_as_their_mask(mask: list[float], first: int, last: int) -> N
 
 
 @given(masks.filter(lambda mask: any(mask[1:])), st.integers(0, 3))
-@settings(deadline=None, derandomize=True)
 def test_sample_weighs_one_however_it_is_cut(mask: list[float], cut: int) -> None:
     document = Document(0, 0, 0, len(mask), True, 0, 0, 0, by_sample(runs_of(np.array(mask)), 40))
     at = min(1 + cut, len(mask) - 1)

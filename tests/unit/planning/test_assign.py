@@ -89,7 +89,7 @@ def check(found: Assignment, lengths: list[int]) -> None:
 
 
 @given(LENGTHS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_assignment_runs_each_document_once_within_memory(lengths: list[int]) -> None:
     assigner = Assigner([EQUAL, MIXED, MANY, candidate("tp4pp2vpp2+tp2cp2")])
     best = assigner.choose(lengths)
@@ -103,7 +103,7 @@ def test_assignment_runs_each_document_once_within_memory(lengths: list[int]) ->
 
 
 @given(LENGTHS, st.randoms(use_true_random=False))
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_assignment_does_not_depend_on_who_asks(lengths: list[int], random) -> None:
     first = Assigner([EQUAL, MIXED, MANY]).choose(lengths)
     assigner = Assigner([EQUAL, MIXED, MANY])

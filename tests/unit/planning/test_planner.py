@@ -62,7 +62,7 @@ def test_plans_after_skipped_steps_are_what_they_would_be(name, ahead):
 
 
 @pytest.mark.parametrize(("name", "ahead"), ALL)
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(max_examples=50)
 @given(run=runs(), num_per_rank=st.integers(1, 3), length_multiple=st.sampled_from([1, 2, 8]))
 def test_planner_runs_each_token_once_on_ranks_of_equal_count(
     name, ahead, run, num_per_rank, length_multiple

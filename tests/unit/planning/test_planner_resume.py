@@ -34,7 +34,7 @@ def test_planner_reloaded_before_every_step_plans_the_same(packing: str) -> None
     assert interleaved(packing).run() == 60
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(soaks())
 @example(interleaved("wlb", 5))
 def test_planner_state_restores_what_was_saved(soak: Soak) -> None:

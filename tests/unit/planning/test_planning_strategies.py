@@ -81,7 +81,7 @@ def test_strategies_that_cannot_run_are_refused(
 
 def test_heads_that_a_replica_would_divide_are_refused(tmp_path: Path) -> None:
     flags = "--group-query-attention --num-query-groups 2"
-    with pytest.raises(ConfigError, match="tp4: --num-query-groups is 2, which TP 4"):
+    with pytest.raises(ConfigError, match="tp4: --num-query-groups is 2, but TP 4"):
         StrategyRun.of(settings(tmp_path, "tp4:256", flags=flags), CORPORA, 4)
 
 

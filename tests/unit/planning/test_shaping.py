@@ -68,7 +68,7 @@ LAYOUTS = [
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=4)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(LAYOUTS), st.data())
 def test_shaped_step_has_the_same_documents_and_is_never_longer(layout_and_num, data):
     layout, num = layout_and_num

@@ -81,7 +81,7 @@ def check(units, lengths, max_tokens):
         assert all(run == runs[ranks[0]] for run in runs.values())
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     dp_size=st.integers(1, 4),
@@ -303,7 +303,7 @@ class Steps:
         return sum(map(self.document_us, lengths))
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(1, 40_000), st.integers(1, 700), st.floats(0.5, 3), st.floats(0, 1.1),
     st.sampled_from([1, 16, 128]), st.floats(0, 1), st.integers(0, 50_000),

@@ -40,7 +40,7 @@ def work_us(unit: list) -> float:
     return sum(COST.document_us(s.stop) - COST.document_us(s.start) for s in unit)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     layout=st.sampled_from([(2, 2), (4, 2), (4, 4), (3, 3)]),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.settings.command_line import build_parser, megatron_flags, parse
+from megatron_wlb.settings.command_line import build_parser, megatron_flags, parse, parse_known
 from megatron_wlb.settings.config import Config, flag_of
 
 SETTINGS = Config().flat()
@@ -241,3 +241,12 @@ def test_numbers_of_ours_that_may_be_left_out_take_auto() -> None:
     for wrong in (["--wlb-units", "many"], ["--wlb-hold-tau", "auto"], ["--exit-interval", "auto"]):
         with pytest.raises(ConfigError, match=wrong[0]):
             parse(wrong)
+
+
+def test_flags_of_experts_are_read_with_several_kinds_of_balance() -> None:
+    flags = "--num-experts 8 --moe-router-load-balancing-type seq_aux_loss global_aux_loss "
+    flags += "--moe-aux-loss-coeff 1e-3 1e-2 --moe-router-dtype fp32 --moe-permute-fusion"
+    config, rest = parse_known(flags.split())
+    assert config.model.moe_router_load_balancing_type == ("seq_aux_loss", "global_aux_loss")
+    assert config.model.moe_aux_loss_coeff == (1e-3, 1e-2)
+    assert config.model.moe_router_dtype == "fp32" and rest == ["--moe-permute-fusion"]

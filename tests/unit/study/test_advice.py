@@ -29,7 +29,7 @@ def option(name: str, rate: float, delay: float = 0.0, **changes) -> Option[str]
     return Option(name, rate, values["parts"], delay, values["imbalance"], values["max_tokens"])
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(rates, delays), min_size=1, max_size=9), delays, st.booleans())
 def test_recommended_option_is_the_fastest_within_the_limit(rows, limit: float, plain: bool):
     options = [option(str(number), *row) for number, row in enumerate(rows)]
@@ -51,7 +51,7 @@ def test_recommended_option_is_the_fastest_within_the_limit(rows, limit: float, 
 lengths = st.lists(st.integers(1, 3 * WINDOW), min_size=70, max_size=120)
 
 
-@settings(derandomize=True, deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     lengths,
     st.sampled_from([0.0, 0.1, 0.5, 2.0]),

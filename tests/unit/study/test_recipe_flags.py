@@ -14,9 +14,9 @@ from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import from_config as planning
+from megatron_wlb.planning.layer_patterns import with_windows
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
-from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.megatron import ModelConfig
 from megatron_wlb.settings.recipe import read_recipe

@@ -11,7 +11,7 @@ from megatron_wlb.cost import AnalyticModel, ModelShape, Parallelism, Recompute,
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.sliding import with_windows
+from megatron_wlb.planning.layer_patterns import with_windows
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.megatron import ModelConfig
 from megatron_wlb.study.search import Search, Space, search

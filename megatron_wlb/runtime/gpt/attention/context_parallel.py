@@ -123,7 +123,7 @@ class KeyGather:
 
     @property
     def num_received(self) -> int:
-        """Rows that an all-gather returns: T, or those of what is sent."""
+        """Rows that an all-gather returns: T, or fewer where only some tokens are sent."""
         if self.sent is None:
             return self.layout.num_tokens
         return self.layout.num_rows - len(self.layout.tokens)
@@ -395,7 +395,7 @@ class _Run:
         return _joined(grads_query), local[:, 0], local[:, 1]
 
     def _own(self, reduced: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Gradients of the local keys from those of what was sent, and of all rows here."""
+        """Adds up the local keys' gradients: those of the sent rows, and those of all rows here."""
         if self.gather.sent is None:
             return reduced
         assert self.gather.layout.sent is not None

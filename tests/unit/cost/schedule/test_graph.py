@@ -95,7 +95,7 @@ def times(durations, num_stages, num_micro_batches):
     return table
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=120)
 @given(st.sampled_from(CASES), st.data())
 def test_step_is_the_longest_path_and_the_critical_path_is_one(case, data):
     sizes, sends = case
@@ -134,7 +134,7 @@ def test_step_is_the_longest_path_and_the_critical_path_is_one(case, data):
     assert length == expected
 
 
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(max_examples=20)
 @given(st.sampled_from([*ONE_CHUNK, *INTERLEAVED]), st.integers(0, 1000))
 def test_alternatives_at_once_are_each_alone(sizes, seed):
     graph = graph_of(*sizes)

@@ -174,7 +174,7 @@ def test_dataflow_names_who_waits_for_ever(text, message):
         dataflow(order_from(text))
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(CASES), st.data())
 def test_validate_notices_a_lost_or_doubled_action(sizes, data):
     order = schedule(*sizes)
@@ -242,7 +242,7 @@ def test_sliced_orders_are_valid_on_every_pipeline(pp_size, chains):
     validate(sliced(pp_size, chains), chains)
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.integers(2, 8),
     st.integers(2, 4),

@@ -13,7 +13,7 @@ from megatron_wlb.plan.sharding.shard import KINDS
 SHARDINGS = [Sharding(kind, 7 if kind == "hybrid" else 0) for kind in KINDS]
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.sampled_from([1, 2, 3, 4]),
@@ -64,7 +64,7 @@ def test_padding_is_less_than_two_slots_of_all_ranks() -> None:
     assert length_multiple(8, 4, True) == 64
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.sampled_from([1, 2, 3, 4]),

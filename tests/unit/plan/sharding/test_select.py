@@ -48,7 +48,7 @@ def micro_batches(draw):
     return [*lengths, -sum(lengths) % (2 * cp_size) or 2 * cp_size], cp_size
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(micro_batches(), st.sampled_from([GPU, Exact(), Calls(), Uneven()]))
 def test_choice_is_never_predicted_slower_than_what_it_chooses_from(case, latency):
     lengths, cp_size = case
@@ -57,7 +57,7 @@ def test_choice_is_never_predicted_slower_than_what_it_chooses_from(case, latenc
     assert us["hybrid"] <= us["adaptive"]
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(micro_batches(), st.sampled_from([GPU, Exact(), Calls(), Uneven()]))
 def test_choice_is_the_best_of_all_lengths_each_predicted_alone(case, latency):
     """To the bit, though all are predicted at once."""
@@ -71,7 +71,7 @@ def test_choice_is_the_best_of_all_lengths_each_predicted_alone(case, latency):
     assert selector.choose(lengths) == min(alone, key=lambda prediction: prediction.latency_us)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(MODES), st.sampled_from([GPU, Exact(), Calls(), Uneven()]))
 def test_choice_for_many_is_that_for_each(data, mode, latency):
     """To the bit, also of totals that do not divide on one rank, and of no segments."""
@@ -107,7 +107,7 @@ def test_choice_for_a_thousand_micro_batches_is_fast():
     assert together_s < 0.5 * alone_s  # measured: a tenth
 
 
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_choice_on_one_rank_is_of_any_total(lengths):
     for mode in MODES:
@@ -116,7 +116,7 @@ def test_choice_on_one_rank_is_of_any_total(lengths):
         assert chosen.latency_us == predict(lengths, 1, Sharding(), Uneven()).latency_us
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(max_examples=50)
 @given(micro_batches(), st.integers(0, 3000))
 def test_prediction_adds_up_the_chunks_of_each_rank(case, threshold):
     lengths, cp_size = case

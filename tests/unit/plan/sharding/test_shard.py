@@ -58,7 +58,7 @@ def imbalance(lengths, cp_size, sharding):
     return max(work) * cp_size / sum(work)
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 @given(cases())
 def test_shard_gives_every_token_to_one_rank_and_every_rank_equally_many(case):
     lengths, cp_size, sharding = case
@@ -74,7 +74,7 @@ def test_shard_gives_every_token_to_one_rank_and_every_rank_equally_many(case):
     assert all(count == 1 for segment in held for count in segment)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(cases())
 def test_shard_keeps_token_order_and_joins_neighbours(case):
     for chunks in shard(*case):
@@ -82,14 +82,14 @@ def test_shard_keeps_token_order_and_joins_neighbours(case):
             assert (one.segment, one.stop) < (next_one.segment, next_one.start)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(cases())
 def test_shard_gives_whole_numbers_in_rows_of_three(case):
     for rows in shard_arrays(*case):
         assert rows.dtype == np.int64 and rows.shape[1:] == (3,)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(cases())
 def test_per_document_pieces_differ_by_at_most_one_token(case):
     lengths, cp_size, _ = case
@@ -119,7 +119,7 @@ def by_definition(lengths, cp_size, threshold):
     ]
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 @given(cases())
 def test_long_documents_are_dealt_to_slots_in_turn_and_the_rest_fill_them(case):
     lengths, cp_size, sharding = case
@@ -137,7 +137,7 @@ def test_long_documents_are_dealt_to_slots_in_turn_and_the_rest_fill_them(case):
         }
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(cases())
 def test_hybrid_is_per_document_and_per_sequence_at_its_ends(case):
     lengths, cp_size, _ = case

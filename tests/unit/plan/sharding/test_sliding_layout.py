@@ -13,7 +13,7 @@ from megatron_wlb.plan.sharding.shard import KINDS
 SHARDINGS = [Sharding(kind, 7 if kind == "hybrid" else 0) for kind in KINDS]
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(1, 90), min_size=1, max_size=6),
     st.sampled_from([2, 3, 4]),

@@ -59,7 +59,7 @@ def test_each_token_runs_once_over_crashes(packing: str, is_blend: bool, tmp_pat
 
 
 @settings(
-    deadline=None, derandomize=True, max_examples=60,
+    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(soaks(), st.data())

@@ -31,7 +31,7 @@ from megatron_wlb.planning.ledger.writer import StepLedger
 NUMBERS = st.integers(0, 2**40) | st.integers(0, 300)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.builds(Document, *[NUMBERS] * 4, st.booleans(), *[NUMBERS] * 3)))
 def test_ledger_line_gives_back_its_documents(documents: list[Document]) -> None:
     pieces = pieces_of(documents)

@@ -90,7 +90,7 @@ def test_fixed_plans_no_more_steps_than_it_has_tokens_for():
     assert not packing.waiting
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_cut_into_room_fills_room_with_every_token(data):
     window = data.draw(st.integers(1, 20))

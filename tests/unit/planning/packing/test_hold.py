@@ -54,7 +54,7 @@ def test_hold_weighs_delay_against_balance(price, ran):
     assert lengths(hold(price=price).pack(documents([6, 9, 6]), 0)) == ran
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 @given(
     some=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     num_micro_batches=st.integers(1, 4),

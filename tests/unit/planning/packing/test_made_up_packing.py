@@ -114,11 +114,11 @@ def test_what_it_cannot_do_is_refused_everywhere() -> None:
     assert unread(parse([*flags, "--wlb-hold-tau", "2"]).wlb)["wlb_hold_tau"].endswith(" hold")
 
 
-def test_the_launcher_refuses_slices_by_what_a_packing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_refuses_what_a_packing_says(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = "--mock-data --pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute"
     args = Words([*layout.split(), "--wlb-packing", "round-robin"], world_size=2)
     args.eval_interval = 1
     refusals.check(args)
-    monkeypatch.setattr(RoundRobin, "cannot", frozenset({"deferred gradients"}))
-    with pytest.raises(ConfigError, match="it pairs forward and backward passes in one order"):
+    monkeypatch.setattr(RoundRobin, "cannot", {"--defer-embedding-wgrad-compute": "it is made up"})
+    with pytest.raises(ConfigError, match="does not work with --wlb-packing: it is made up; leave"):
         refusals.check(args)

@@ -47,7 +47,7 @@ def test_original_keeps_every_label():
     assert sum(d.num_targets for window in windows for d in window) == 5 - 1 + 7 - 1
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20), window=st.integers(1, 12))
 def test_original_is_the_concatenated_stream_cut_at_every_window(lengths, window):
     packing = original(2, window)

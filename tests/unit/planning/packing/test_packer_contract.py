@@ -24,7 +24,7 @@ CUT = tuple(name for name in ALL if kind_of(name.partition(",")[0]).windows)
 WHOLE = tuple(name for name in ALL if name not in CUT)
 DELAYING = tuple(name for name in WHOLE if reads(name.partition(",")[0], "max_age"))
 """A new packing is in these by what its class says."""
-hypothesis_settings = settings(deadline=None, derandomize=True, max_examples=50)
+hypothesis_settings = settings(max_examples=50)
 
 
 def build(name: str, **settings):
@@ -303,7 +303,7 @@ def test_packer_passes_each_packing_its_settings():
 
 
 @pytest.mark.parametrize("name", ["fixed-solver"])
-@settings(deadline=None, derandomize=True, max_examples=8)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_solver_keeps_the_contract_too(name, data):
     pytest.importorskip("ortools", reason="the extra `solver` is not installed")

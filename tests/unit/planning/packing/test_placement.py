@@ -42,7 +42,7 @@ def check_same(placement, expected, max_tokens, lengths):
 
 
 @pytest.mark.parametrize("many", [1, 1000], ids=["in rounds", "one by one"])
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_place_chooses_the_least_loaded_micro_batch_with_room(many, data):
     num_micro_batches = data.draw(st.sampled_from([1, 2, 3, 5, 40]))

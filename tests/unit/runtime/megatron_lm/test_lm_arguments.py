@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.planning.expert_rules import expert_layers
 from megatron_wlb.planning.from_config import model_shape, parallelism
+from megatron_wlb.planning.layer_patterns import expert_layers
 from megatron_wlb.runtime.megatron_lm import arguments
 from megatron_wlb.settings.config import Config, WlbConfig
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
 import pytest
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.rules import LAUNCHED, Rule
 from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.runtime.megatron_lm.words import Words
+from megatron_wlb.settings.config import flag_of
 
 FINE: dict[str, Any] = {
     # What matters of a command line that runs; as Megatron's parser leaves it.
@@ -32,36 +33,12 @@ FINE: dict[str, Any] = {
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "--yaml-cfg": {"yaml_cfg": "run.yaml"},
-    "--use-legacy-models": {"use_legacy_models": True},
-    "--perform-rl-step": {"perform_rl_step": True},
-    "--vision-pretraining": {"vision_pretraining": True},
-    "--export-kd-teacher-load": {"export_kd_teacher_load": "teacher"},
-    "--ckpt-convert-format": {"ckpt_convert_format": "torch"},
-    "--fake-process-group": {"fake_process_group": True},
-    "--lazy-mpu-init": {"lazy_mpu_init": True},
-    "--cache-mla-latents": {"cache_mla_latents": True},
-    "--mla-down-proj-fusion": {"mla_down_proj_fusion": True},
-    "--is-hybrid-model": {"is_hybrid_model": True},
     "--hybrid-override-pattern": {"hybrid_override_pattern": "M*-"},
-    "--hybrid-attention-ratio": {"hybrid_attention_ratio": 0.5},
-    "--hybrid-layer-pattern": {"hybrid_layer_pattern": "M*-"},
-    "--enable-mhc-connections": {"enable_mhc_connections": True},
-    "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
-    "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
-    "--mtp-standalone": {"mtp_standalone": True},
-    "--mtp-use-repeated-layer": {"mtp_use_repeated_layer": True},
-    "--mtp-detach-heads": {"mtp_detach_heads": True},
     "--position-embedding-type": {"position_embedding_type": "mrope"},
     "--softmax-type": {"softmax_type": "learnable"},
-    "--qk-clip": {"qk_clip": True},
-    "--log-max-attention-logit": {"log_max_attention_logit": True},
-    "--attention-output-gate": {"attention_output_gate": True},
     "--transformer-impl": {"transformer_impl": "inference_optimized"},
-    "--use-kitchen-attention": {"use_kitchen_attention": True},
     "--fp8-format": {"fp8": "hybrid", "transformer_impl": "local"},
     "--fp4-format": {"fp4": "e2m1"},
-    "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--recompute-modules": {
@@ -69,41 +46,23 @@ REFUSED: dict[str, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "add_bias_linear": True,
     },
-    "--hybrid-context-parallel": {"hybrid_context_parallel": True},
-    "--dynamic-context-parallel": {"dynamic_context_parallel": True},
-    "--sequence-packing-scheduler": {"sequence_packing_scheduler": "dp_balanced"},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
-    "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
     "--moe-token-dispatcher-type": {
         "moe_token_dispatcher_type": "flex",
         "moe_flex_dispatcher_backend": "hybridep",
     },
-    "--moe-pad-expert-input-to-capacity": {"moe_pad_expert_input_to_capacity": True},
     "--mlp-chunks-for-training": {"mlp_chunks_for_training": 4, "num_experts": 8},
     "--moe-router-load-balancing-type": {
         "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"]
     },
-    "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True, "num_experts": 8},
-    "--tensor-parallel-num-weight-shards": {"tensor_parallel_num_weight_shards": 6},
-    "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
     "--data-path": {"data_path": None},
     "--mock-data": {"mock_data": True},
-    "--use-varlen-dataset": {"use_varlen_dataset": True},
-    "--logits-load-dir": {"logits_load_dir": "logits"},
-    "--logits-save-dir": {"logits_save_dir": "logits"},
-    "--dataloader-inter-document-masking": {"dataloader_inter_document_masking": True},
-    "--dataloader-save": {"dataloader_save": "state"},
-    "--object-storage-cache-path": {"object_storage_cache_path": "/cache"},
-    "--full-validation": {"full_validation": True},
-    "--multiple-validation-sets": {"multiple_validation_sets": True},
-    "--phase-transition-iterations": {"phase_transition_iterations": "100,200"},
-    "--wlb-epochs": {"wlb_epochs": 1},
-    "--override-ckpt-iteration": {"override_ckpt_iteration": 8},
     "--use-distributed-optimizer": {"bf16": False},
     "--ckpt-format": {"ckpt_format": "torch_dcp"},
     "--non-persistent-ckpt-type": {"non_persistent_ckpt_type": "local"},
 }
+"""What refuses a flag. A flag that is refused wherever it is given needs no case."""
 
 
 WITH_STRATEGIES: dict[str, dict[str, Any]] = {
@@ -135,24 +94,26 @@ def test_what_the_store_does_already_is_turned_off_with_strategies() -> None:
     assert not (given.use_distributed_optimizer or given.overlap_grad_reduce)
 
 
-def test_every_refusal_has_a_case() -> None:
-    assert [refusal.flag for refusal in refusals.REFUSALS] == list(REFUSED)
+def test_every_condition_has_a_case() -> None:
+    conditional = [r.flag for r in refusals.REFUSALS if r.refused is not None or r.allowed]
+    assert set(conditional) <= set(REFUSED) <= {r.flag for r in refusals.REFUSALS}
 
 
 def test_a_command_line_that_runs_passes() -> None:
     refusals.check(argparse.Namespace(**FINE))
 
 
-@pytest.mark.parametrize("flag", REFUSED)
-def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
-    refusal = next(r for r in refusals.REFUSALS if r.flag == flag)
+@pytest.mark.parametrize("refusal", refusals.REFUSALS, ids=lambda refusal: refusal.flag)
+def test_flag_is_refused_with_name_value_and_remedy(refusal: refusals.Refusal) -> None:
+    flag = refusal.flag
+    given = REFUSED.get(flag, {refusal.name: True})
     with pytest.raises(ConfigError) as raised:
-        refusals.check(argparse.Namespace(**FINE | REFUSED[flag]))
+        refusals.check(argparse.Namespace(**FINE | given))
     message = str(raised.value)
     assert message.startswith(flag)
     assert message.endswith(f"{refusal.reason}; {refusal.remedy}")
     assert "\n" not in message
-    name, value = next(iter(REFUSED[flag].items()))
+    name, value = next(iter(given.items()))
     if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "ck":
         assert f"{flag} {value} " in message, name
 
@@ -201,23 +162,21 @@ def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
     refusals.check(argparse.Namespace(**FINE | fine))
 
 
-WITH_SLICES: dict[str, dict[str, Any]] = {
-    "--defer-embedding-wgrad-compute": {
+@pytest.mark.parametrize("rule", LAUNCHED, ids=lambda rule: rule.name)
+def test_settings_of_ours_that_the_launcher_lacks_are_refused(rule: Rule) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag_of(rule.name)} is 1, but "):
+        refusals.check(argparse.Namespace(**FINE | {rule.name: 1}))
+
+
+def test_deferred_gradients_are_refused_where_documents_run_in_slices() -> None:
+    given = FINE | {
         "defer_embedding_wgrad_compute": True, "sequence_parallel": False,
         "num_virtual_stages_per_pipeline_rank": None,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("flag", WITH_SLICES)
-def test_flag_is_refused_where_documents_run_in_slices(flag: str) -> None:
-    rows = [row for some in refusals.OF_PACKINGS.values() for row in some]
-    assert {word.split()[0] for word in WITH_SLICES} == {row.flag for row in rows}
-    refusals.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "hold"}))
-    (remedy,) = (r.remedy for r in rows if r.flag == flag.split()[0])
-    says = rf"^{re.escape(flag)} does not .*slices.*; {re.escape(remedy)}$"
+    }  # fmt: skip
+    refusals.check(argparse.Namespace(**given | {"wlb_packing": "hold"}))
+    says = "^--defer-embedding-wgrad-compute does not .*slices.*; leave it out$"
     with pytest.raises(ConfigError, match=says):
-        refusals.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "slim"}))
+        refusals.check(argparse.Namespace(**given | {"wlb_packing": "slim"}))
 
 
 @pytest.mark.parametrize(

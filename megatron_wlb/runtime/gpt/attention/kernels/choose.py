@@ -375,8 +375,8 @@ class Problem:
 
     query: torch.Tensor
     pair: torch.Tensor
-    """Keys and values are strided halves of one tensor, as under context parallelism; of narrower
-    values the rest is nothing."""
+    """Keys and values are strided halves of one tensor, as under context parallelism. Values may be
+    narrower than their half."""
     grad: torch.Tensor
     """The output's gradient."""
     segments: Segments

@@ -48,7 +48,7 @@ def both(
 
 
 @on_every_kernel
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=6),
     st.sampled_from([(4, 4), (4, 2), (4, 1)]),

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window and how far it reaches, from Megatron's two flags.
+"""Which layers have a sliding window, how far it reaches, and which layers have experts.
 
 ``--window-size W,0`` is flash-attention's ``(left, right)``: a query sees the W keys of its
 document before its own, and its own. ``--window-attn-skip-freq`` says which layers have it.
@@ -11,9 +11,12 @@ import itertools
 from collections.abc import Callable
 
 from megatron_wlb.cost.layers import Layer
+from megatron_wlb.cost.model_file import layers_with_experts
+from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_TOKENS, read_pattern, shown
+from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.megatron import ModelConfig
 
 
@@ -58,6 +61,31 @@ def with_windows(shape: ModelShape, model: ModelConfig) -> ModelShape:
     kinds = {True: slides.layer, False: shape.layer}
     runs = [(len(list(own)), kinds[kind]) for kind, own in itertools.groupby(windowed)]
     return dataclasses.replace(slides, layers=tuple(runs))
+
+
+def expert_layers(model: ModelConfig) -> list[bool]:
+    """Whether each layer has experts. Raises :class:`ConfigError` for no pattern of the layers."""
+    num_layers = model.num_layers
+    if model.num_experts is None:
+        return [False] * num_layers
+    return layers_with_experts(flag_of("moe_layer_freq"), model.moe_layer_freq, num_layers)
+
+
+def with_experts(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """``shape``, of ``model``, with experts in place of the dense MLP where layers have them.
+
+    Raises :class:`ConfigError` as :func:`expert_layers`, and for sizes that cannot be.
+    """
+    if model.num_experts is None:
+        return shape
+    experts = Experts(
+        model.num_experts,
+        model.moe_router_topk,
+        model.moe_ffn_hidden_size or shape.ffn_hidden_size,
+        shape.gated,
+        model.moe_shared_expert_intermediate_size or 0,
+    )
+    return shape.with_experts(experts, expert_layers(model))
 
 
 def pattern_of(shape: ModelShape, has_it: Callable[[Layer], bool]) -> str | None:

@@ -1,4 +1,4 @@
-"""Megatron's two flags of sliding windows say which layers reach how far."""
+"""Megatron's flags say which layers have a sliding window and how far, and which have experts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 from megatron_wlb.cost.parts import Attention
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.sliding import reach_tokens, windowed_layers
+from megatron_wlb.planning.layer_patterns import expert_layers, reach_tokens, windowed_layers
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.megatron import ModelConfig
 
 
 def settings(*flags: str) -> Config:
@@ -67,3 +68,18 @@ def test_model_has_a_run_of_layers_for_each_stretch() -> None:
     assert found == [(2, 8), (1, None), (2, 8), (1, None)]
     assert mixed.windowed_share == pytest.approx(4 / 6)
     assert mixed.reach_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [("1", "1111"), ("2", "1010"), ("3", "1001"), ("[0]+[1]*3", "0111"), ("([1,0])*2", "1010")],
+)
+def test_layers_of_experts_are_those_of_megatrons_pattern(given: str, pattern: str) -> None:
+    model = ModelConfig(num_layers=4, num_experts=8, moe_layer_freq=given)
+    assert "".join(str(int(has)) for has in expert_layers(model)) == pattern
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "[0,1]", "[2]*4", "layers", "[1]*4 if 1 else 0"])
+def test_patterns_of_other_layers_are_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"--moe-layer-freq is .*; give N"):
+        expert_layers(ModelConfig(num_layers=4, num_experts=8, moe_layer_freq=given))

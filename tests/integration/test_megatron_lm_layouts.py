@@ -1,0 +1,206 @@
+"""Megatron-LM's own ``pretrain_gpt.py`` on plans: every feature in layouts, against one process.
+
+A layout goes on from the checkpoint that the process has saved, with its weights, its documents and
+its pool. Where the form of the optimizer's state differs, it starts from the same weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers.layouts import further
+from helpers.texts import write_texts
+from megatron_lm_runs import (
+    BOTH,
+    CP2,
+    DP2,
+    EXPERTS,
+    FOCAL,
+    LATENT,
+    PP2,
+    PP2_CP2,
+    PP2_VPP2,
+    RECOMPUTED,
+    SLICES,
+    TP2_SP,
+    Finished,
+    Flags,
+    assert_equal_steps,
+    finish,
+    launch,
+    logged,
+    needs_megatron_lm,
+)
+from trainer_runs import command_line, losses, read_metrics
+
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.planning.from_config import known_cost, make_planner
+from megatron_wlb.settings.command_line import parse
+
+pytestmark = needs_megatron_lm
+
+NUM_STEPS, SAVED = 6, 2
+RUN: Flags = BOTH | {"train_iters": NUM_STEPS, "seed": 7, "wlb_packing": "hold"}
+
+
+def set_weights() -> None:
+    """Gives experts the same weights in every layout: Megatron's depend on their rank."""
+    sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+    importlib.import_module("_run_recipes.inside")._set_weights(False)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Flags of a run, and what else of it must be equal."""
+
+    flags: Flags
+    logged: tuple[str, ...] = ()
+    """Figures of Megatron's log."""
+    weights: Callable[[], None] | None = None
+    """Sets the first weights; no run goes on from a checkpoint then."""
+
+
+BALANCE = ("seq_load_balancing_loss", "z_loss")
+FEATURES: dict[str, Feature] = {
+    "hold": Feature({}),
+    "two-windows": Feature({"micro_batch_size": 2, "wlb_packing": "wlb"}),
+    "numbers": Feature({"wlb_micro_batches": "auto"}),
+    "six-layers": Feature({"num_layers": 6}),
+    "windows": Feature({"window_size": "19,0"}),
+    "latents": Feature(LATENT),
+    "prediction": Feature({"mtp_num_layers": 2}, ("mtp_1 loss", "mtp_2 loss")),
+    "own-loss": Feature({"wlb_loss": "mine.py"}),
+    "experts": Feature(EXPERTS, BALANCE, set_weights),
+    # Documents are cut elsewhere where other ranks share the work: they count as a whole.
+    "experts-slices": Feature(EXPERTS | SLICES, BALANCE, set_weights),
+}
+UP_PROJECTED: Flags = {
+    "recompute_granularity": "selective", "recompute_modules": "mla_up_proj",
+}  # fmt: skip
+PP4: Flags = {"pipeline_model_parallel_size": 4}
+EP2: Flags = {"expert_model_parallel_size": 2}
+CASES = [
+    # A feature, processes, and a layout.
+    ("hold", 2, PP2_VPP2),
+    further("hold", 2, PP2),
+    ("hold", 2, TP2_SP),
+    further("hold", 2, CP2),
+    further("hold", 2, DP2),
+    ("hold", 8, PP2_CP2),
+    ("hold", 2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
+    further("hold", 4, {
+        "context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
+        "hierarchical_context_parallel_sizes": [2, 2],
+    }),
+    # Flags that want one length, or a mean over ranks: turned off.
+    ("hold", 2, TP2_SP | {
+        "ddp_average_in_collective": True, "cuda_graph_impl": "local", "tp_comm_overlap": True,
+    }),
+    ("two-windows", 2, PP2_VPP2),
+    ("two-windows", 2, {}),
+    ("numbers", 2, PP2),
+    ("numbers", 2, PP2_VPP2),
+    ("six-layers", 4, PP4 | {
+        "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1,
+    }),
+    # As Megatron's own recipe has it: the first and the last chunk are without layers.
+    ("six-layers", 4, PP4 | {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True, "num_virtual_stages_per_pipeline_rank": 2,
+    }),
+    ("six-layers", 2, PP2 | {"pipeline_model_parallel_layout": "Et*3|t||ttL"}),
+    ("windows", 2, CP2),
+    ("latents", 2, CP2 | UP_PROJECTED),
+    ("prediction", 2, PP2 | {"pipeline_model_parallel_layout": "Et*3|tmmL"}),
+    ("prediction", 2, CP2),
+    ("prediction", 2, DP2 | {"overlap_grad_reduce": True}),
+    ("own-loss", 2, CP2),
+    # Whole experts on ranks that divide all else.
+    ("experts", 2, TP2_SP | {"expert_tensor_parallel_size": 1}),
+    ("experts", 4, EP2 | PP2 | {"recompute_granularity": "selective", "recompute_modules": "moe"}),
+    ("experts-slices", 4, EP2 | PP2),
+    further("experts-slices", 4,
+            EP2 | PP2 | TP2_SP | {"expert_tensor_parallel_size": 1} | RECOMPUTED),
+]  # fmt: skip
+
+
+class Alone:
+    """Runs of one process with each feature, made when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.corpus = write_texts(folder / "texts", mean=4.0, spread=1.3, least=1, most=1000)
+        self._ended: dict[str, Finished] = {}
+
+    def flags(self, name: str, folder: Path) -> Flags:
+        (folder / "mine.py").write_text(FOCAL)
+        return RUN | FEATURES[name].flags | {"data_path": self.corpus, "wlb_metrics": "metrics"}
+
+    def run(self, name: str) -> tuple[Path, Finished]:
+        """Its folder and its end."""
+        folder = self.folder / name
+        if name not in self._ended:
+            folder.mkdir()
+            flags = self.flags(name, folder) | {"save": "ck", "save_interval": SAVED}
+            run = launch(folder, 1, flags, fault=FEATURES[name].weights)
+            self._ended[name] = finish(run)
+        return folder, self._ended[name]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(("name", "num_processes", "layout"), CASES)
+def test_feature_in_a_layout_equals_one_process(
+    name: str, num_processes: int, layout: Flags, alone: Alone, tmp_path: Path
+) -> None:
+    feature = FEATURES[name]
+    folder, one = alone.run(name)
+    flags, first = alone.flags(name, tmp_path) | layout, 1
+    if feature.weights is None and "use_distributed_optimizer" not in layout:
+        flags, first = flags | {"load": folder / "ck", "ckpt_step": SAVED}, SAVED + 1
+    found = finish(launch(tmp_path, num_processes, flags, fault=feature.weights))
+    assert_equal_steps(tmp_path / "metrics", folder / "metrics", first)
+    for figure in feature.logged:
+        # The last ones: Megatron counts the first figure of a run in the second again.
+        ours, theirs = ([*map(float, logged(run, figure)[-2:])] for run in (found, one))
+        assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == 2
+    samples = [str(n * BOTH["global_batch_size"]) for n in range(first, NUM_STEPS + 1)]
+    assert logged(found, "consumed samples") == samples
+    assert first == 1 or "random numbers (dropout) start anew" in found.output
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "hold"])
+def test_feature_is_another_run(name: str, alone: Alone) -> None:
+    """Negative control of the equalities above, and that documents wait."""
+    (plain, _), (folder, _) = alone.run("hold"), alone.run(name)
+    assert any(line["waiting_documents"] for line in read_metrics(plain / "metrics"))
+    without, found = losses(plain / "metrics"), losses(folder / "metrics")
+    assert all(found.values()) and len(found) == NUM_STEPS
+    if name != "numbers":  # which mean nothing to one process
+        assert abs(found[NUM_STEPS] - without[NUM_STEPS]) > 1e-5 * without[NUM_STEPS]
+
+
+def numbers_of_steps(alone: Alone, layout: Flags) -> Iterator[int]:
+    """Micro-batches of each step, where they are chosen."""
+    flags = RUN | FEATURES["numbers"].flags | layout | {"data_path": alone.corpus}
+    config = parse(command_line(flags))
+    cost = known_cost(config, 256)
+    assert cost is not None
+    planner = make_planner(config, Corpora.open(config), cost, 1)
+    return (len(plan.micro_batches[0]) for plan in planner.plans(NUM_STEPS))
+
+
+@pytest.mark.parametrize("layout", [PP2, PP2_VPP2], ids=["pp2", "pp2-vpp2"])
+def test_steps_have_unlike_numbers(alone: Alone, layout: Flags) -> None:
+    """That the runs with ``numbers`` are what they seem."""
+    numbers = [*numbers_of_steps(alone, layout)]
+    assert len({*numbers[SAVED:]}) > 1
+    assert any(number != BOTH["global_batch_size"] for number in numbers)
