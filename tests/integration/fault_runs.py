@@ -88,6 +88,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
             "wlb_packing": None,
             "global_batch_size": 4,
             "seq_length": 1024,
+            "max_position_embeddings": 1024,
             "seed": 2,
         },
     ),

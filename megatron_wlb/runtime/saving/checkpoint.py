@@ -9,7 +9,6 @@ Before any of it is loaded, its files are compared with the checksums that were 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -128,39 +127,20 @@ def save(
 ) -> Path:
     """Saves after ``iteration`` steps; called by every rank. Returns the folder.
 
-    Raises :class:`CheckpointError` as :func:`write` does.
-    """
-    state = _sharded_state(model, optimizer, is_loading=False)
-    padded_vocab_size = model.gpts[0].vocab_size
-    return write(config, iteration, state, padded_vocab_size, scheduler, planner_state)
-
-
-def write(
-    config: Config,
-    iteration: int,
-    state: dict[str, Any],
-    padded_vocab_size: int,
-    scheduler: Any,
-    planner_state: dict[str, Any],
-    **more: Any,
-) -> Path:
-    """Saves sharded ``state``, and all else that a run resumes from; called by every rank.
-
-    ``more`` is of the common state too. Raises :class:`CheckpointError` where there is no room or
-    the folder cannot be written; the checkpoint before stays in force. Ranks may be out of step, so
-    the processes must end.
+    Raises :class:`CheckpointError` where there is no room or the folder cannot be written; the
+    checkpoint before stays in force. Ranks may be out of step, so the processes must end.
     """
     assert config.checkpoint.save is not None
     folder = folder_of(config.checkpoint.save, iteration)
+    state = _sharded_state(model, optimizer, is_loading=False)
     state["common"] = {
         "iteration": iteration,
-        "settings": _settings(config, padded_vocab_size),
+        "settings": _settings(config, model.gpts[0].vocab_size),
         "opt_param_scheduler": scheduler.state_dict(),
         # It is text, because Megatron compares common state over ranks value by value.
         "planner": checksums.seal_state(planner_state),
         "config": json.dumps(config.flat()),
         "checksums": not config.wlb.wlb_no_checksums,
-        **more,
     }
     from_first_rank(partial(_prepare, folder, _num_bytes(state)))
     content_metadata = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
@@ -229,43 +209,16 @@ def _prepare(folder: Path, num_bytes: int) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The newest checkpoint of ``--load``, before its sharded state is read."""
+def load(
+    config: Config, model: Model, optimizer: Any, scheduler: Any
+) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+    """Restores the newest checkpoint of ``--load``; called by every rank.
 
-    folder: str
-    iteration: int
-    common: dict[str, Any]
-    planner: dict[str, Any]
-    settings: dict[str, Any]
-    """All settings that it was saved with."""
+    Returns the iteration after which it was saved, the planner's state, and all settings by name;
+    or None where the folder has no checkpoint yet.
 
-    @property
-    def num_updates(self) -> int | None:
-        """Adam's updates, if strategies saved it; else None."""
-        number: int | None = self.common.get("num_updates")
-        return number
-
-    def read(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Fills sharded state; called by every rank.
-
-        Raises :class:`CheckpointError` where the checkpoint is damaged.
-        """
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
-                read: dict[str, Any] = dist_checkpointing.load(state, self.folder)
-        except (Exception, CheckpointException) as error:
-            _refuse(self.folder, error)
-        return read
-
-
-def find(config: Config, padded_vocab_size: int, *, any_layout: bool = False) -> Found | None:
-    """Finds the newest checkpoint of ``--load``; called by every rank. None where the folder has
-    none yet.
-
-    ``any_layout`` is for a run of strategies. Raises :class:`CheckpointError` for other settings
-    than those it was saved with, or a damaged checkpoint.
+    Raises:
+        CheckpointError: other settings than those it was saved with, or a damaged checkpoint.
     """
     root = config.checkpoint.load
     iteration = latest(root) if root is not None else None
@@ -279,57 +232,22 @@ def find(config: Config, padded_vocab_size: int, *, any_layout: bool = False) ->
         planner_state = opened_state(common["planner"], trusted, common)
     except Exception as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)
-    found = Found(folder, iteration, common, planner_state, settings)
-    now = _settings(config, padded_vocab_size)
-    if any_layout or found.num_updates is not None:
-        now = {name: v for name, v in now.items() if name not in (*_LAYOUT, "processes")}
+    now = _settings(config, model.gpts[0].vocab_size)
     _require_same_settings(folder, required, now, settings, config)
-    return found
-
-
-def load(
-    config: Config, model: Model, optimizer: Any, scheduler: Any
-) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-    """Restores the newest checkpoint of ``--load``; called by every rank.
-
-    Returns the iteration after which it was saved, the planner's state, and all settings by name;
-    or None where the folder has no checkpoint yet. One of strategies has no random-number streams:
-    it drew nothing.
-
-    Raises:
-        CheckpointError: other settings than those it was saved with, or a damaged checkpoint.
-    """
-    found = find(config, model.gpts[0].vocab_size)
-    if found is None:
-        return None
-    sharded = _sharded_state(model, optimizer, is_loading=True)
-    num_updates = found.num_updates
-    if num_updates is not None:
-        del sharded["rng_state"]
-        own = _of_adam(optimizer.state_dict())
-    state = found.read(sharded)
-    if num_updates is not None:
-        loaded = _of_adam(state["optimizer"])
-        loaded["param_groups"] = own["param_groups"]
-        if any("step" in moments for moments in own["state"].values()):  # torch's Adam
-            loaded["state"]["common_step"] = torch.tensor(float(num_updates))
-        else:
-            for group in own["param_groups"]:
-                group["step"] = num_updates
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
+            sharded = _sharded_state(model, optimizer, is_loading=True)
+            state: dict[str, Any] = dist_checkpointing.load(sharded, folder)
+    except (Exception, CheckpointException) as error:
+        _refuse(folder, error)
     for number, gpt in enumerate(model.gpts):
         gpt.load_state_dict(state["model" if len(model.gpts) == 1 else f"model{number}"])
     optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(found.common["opt_param_scheduler"])
-    if "rng_state" in state:
-        (rng,) = state["rng_state"]
-        set_rng_state(rng)
-    return found.iteration, found.planner, found.settings
-
-
-def _of_adam(state: dict[str, Any]) -> dict[str, Any]:
-    """Adam's own state in that of Megatron's optimizer, which in bf16 has fp32 weights besides."""
-    inner: dict[str, Any] = state.get("optimizer", state)
-    return inner
+    scheduler.load_state_dict(common["opt_param_scheduler"])
+    (rng,) = state["rng_state"]
+    set_rng_state(rng)
+    return iteration, planner_state, settings
 
 
 def _refuse(folder: str, error: BaseException) -> NoReturn:

@@ -19,7 +19,6 @@ from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import TrainingError, WLBError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.strategy.layout import Strategy
 from megatron_wlb.planning.from_config import (
     known_cost,
     make_evaluation_planner,
@@ -80,7 +79,7 @@ class Trainer:
         saved = None if restored is None else restored[1].get("kernel")
         self.kernel = settle_kernel(config, self.model, saved)
         state = {} if restored is None else restored[1]
-        if "cost" in state:  # not of a checkpoint of strategies
+        if restored is not None:
             # The cost is restored, not measured again: other costs would make other plans.
             self.cost = cost_from_dict(state["cost"])
         else:
@@ -139,13 +138,9 @@ class Trainer:
         """Computes the mean loss over :attr:`evaluation_plans`."""
         for chunk in self.model.chunks:
             chunk.eval()
-        with self.model.whole_weights():
-            return self._evaluated()
-
-    @torch.no_grad()
-    def _evaluated(self) -> float:
         plans = self.evaluation_plans
-        losses: list[StepLoss] = [self.runner.run(plan, forward_only=True) for plan in plans]
+        with self.model.whole_weights(), torch.no_grad():
+            losses: list[StepLoss] = [self.runner.run(plan, forward_only=True) for plan in plans]
         num_targets = sum(loss.num_targets for loss in losses)
         return sum(loss.loss_sum for loss in losses) / (num_targets or 1)
 
@@ -325,22 +320,20 @@ class RunLog:
         took = step_values(step.plan, step.planned_s - step.asked_s, self._told_s - begin_s)
         ahead = {f"mtp_{k}_loss": mean.item() for k, mean in enumerate(step.loss.ahead, start=1)}
         values = {"loss": loss, **ahead, "grad_norm": grad_norm, "lr": step.lr, **took}
-        self._step(iteration, values, step.plan.strategy)
+        self._step(iteration, values)
 
-    def _step(self, iteration: int, values: dict[str, float], strategy: Strategy | None) -> None:
+    def _step(self, iteration: int, values: dict[str, float]) -> None:
         values_by_name = {"iteration": iteration, **values}
-        named = {"strategy": str(strategy)} if strategy else {}
-        self._metrics.write(values_by_name | named)
+        self._metrics.write(values_by_name)
         self._plot("train", values, iteration)
         if iteration % self._interval == 0:
             more = {"total": self._total, "per_s": values["tokens"] / values["step_ms"] * 1e3}
-            last = " | %(strategy)s" if named else ""
             logger.info(
                 "iteration %(iteration)5d/%(total)d | lm loss %(loss).5f | grad norm "
                 "%(grad_norm).3f | lr %(lr).2e | tokens %(tokens)d | imbalance %(imbalance).3f | "
                 "delay %(delay_steps).2f | waiting %(waiting_documents)d | step %(step_ms).0f ms | "
-                f"%(per_s).0f tokens/s{last}",
-                values_by_name | more | named,
+                "%(per_s).0f tokens/s",
+                values_by_name | more,
             )
 
     def evaluation(self, iteration: int, loss: float) -> None:
