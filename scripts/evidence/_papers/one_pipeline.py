@@ -60,13 +60,18 @@ def pipeline(
     vpp_size: int,
     effort: Effort,
     shardings: Sequence[Mode] = ("adaptive",),
+    *,
+    overlapped: bool = False,
 ) -> list[Outcome]:
-    """Simulates steps of 7B in its layout of Table 1, once with each sharding."""
+    """Simulates steps of 7B in its layout of Table 1, once with each sharding.
+
+    ``overlapped``: tensor-parallel collectives as stock Megatron can overlap them.
+    """
     base = scenario("7b", REFERENCE_WINDOW, TABLE_1["7b", REFERENCE_WINDOW], vpp_size)
     run = replace(base, num_micro_batches=num_micro_batches)
     limit = max_tokens(run) if packing == "hold" else REFERENCE_WINDOW
     return compare(
-        run,
+        run.overlapped if overlapped else run,
         LengthSource.of_distribution("reference"),
         [PackingSettings.parse(packing, REFERENCE_WINDOW, limit)],
         shardings,
