@@ -124,9 +124,9 @@ def layout(
     *,
     tp_size: int = TP_SIZE,
     recompute: Recompute | None = None,
+    least_tp: int = TP_SIZE,
 ) -> Run:
-    """One way to divide the devices; N is that of :func:`num_windows`."""
-    shards = DEVICES[case.model] // PP_SIZES[case.model] // tp_size
+    """One way to divide the devices. N is that of :func:`num_windows`."""
     return Run(
         padded_vocabulary(MODELS[case.model], tp_size),
         Execution(
@@ -134,36 +134,54 @@ def layout(
                 tp_size,
                 cp_size,
                 PP_SIZES[case.model],
-                dp_size=shards // cp_size,
+                dp_size=_shards(case, tp_size) // cp_size,
                 sequence_parallel=True,
             ),
             recompute or Recompute(),
         ),
         load_hardware(hardware),
         case.context,
-        num_windows(case),
+        num_windows(case, least_tp),
     )
 
 
-def num_windows(case: Case) -> int:
-    """N: what the documents fill in the mean, a multiple of all data-parallel sizes."""
+def _shards(case: Case, tp_size: int) -> int:
+    """Data-parallel ranks times context-parallel ones."""
+    return DEVICES[case.model] // PP_SIZES[case.model] // tp_size
+
+
+def num_windows(case: Case, least_tp: int) -> int:
+    """N: what the documents fill in the mean, a multiple of all data-parallel sizes from this TP
+    on.
+    """
     stored = lengths_of(case.data).stored
     assert stored is not None
-    most = DEVICES[case.model] // PP_SIZES[case.model] // min(TP_SIZES[case.model])
+    most = _shards(case, least_tp)
     windows = case.documents * float(stored.mean()) / case.context
     return most * max(1, round(windows / most))
 
 
-def layouts(case: Case, packing: str, hardware: str = HARDWARE) -> list[list[Run]]:
-    """What the devices can be divided in; of each layout what it may recompute, little first."""
+def layouts(
+    case: Case, packing: str, hardware: str = HARDWARE, *, more: bool = False
+) -> list[list[Run]]:
+    """What the devices can be divided in; of each layout what it may recompute, little first.
+
+    CP 1, 2 or 4, all layers recomputed or none. With ``more`` also TP is searched, and windows
+    recompute in parts.
+    """
+    tp_sizes = TP_SIZES[case.model] if more else (TP_SIZE,)
+    ways = recomputed(case, packing) if more else [Recompute(), FULL]
     return [
         [
-            layout(case, cp_size, hardware, tp_size=tp_size, recompute=recompute)
-            for recompute in recomputed(case, packing)
+            layout(
+                case, cp_size, hardware, tp_size=tp_size, recompute=recompute,
+                least_tp=min(tp_sizes),
+            )
+            for recompute in ways
         ]
-        for tp_size in TP_SIZES[case.model]
+        for tp_size in tp_sizes
         for cp_size in CP_SIZES
-    ]
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -223,13 +241,13 @@ def measure(run: Run, packing: str, case: Case, effort: Effort) -> Result:
     )
 
 
-def fastest(case: Case, packing: str, effort: Effort) -> Result:
-    """A packing in the layout in which it is fastest, of those that its steps fit in.
+def fastest(case: Case, packing: str, effort: Effort, *, more: bool = False) -> Result:
+    """A packing in the layout in which it is fastest, of those of :func:`layouts` that it fits in.
 
     Each layout recomputes as little as fits. Raises :class:`ConfigError` where none fits.
     """
     trial = Effort(2, effort.seeds[:1], warm_up=0, hardware=effort.hardware)
-    left = [iter(runs) for runs in layouts(case, packing, effort.hardware)]
+    left = [iter(runs) for runs in layouts(case, packing, effort.hardware, more=more)]
     tried: list[tuple[Result, Iterator[Run]]] = []
 
     def try_next(runs: Iterator[Run]) -> None:

@@ -73,7 +73,7 @@ def cuts(effort: Effort) -> Section:
         "faster. The shortest steps have unlike units: some are heavy, and the pipeline fills and "
         "drains with light ones. "
         f"With twice the units the package takes {min(doubled):.2f} to {max(doubled):.2f} of the "
-        "shortest step of few. A run has 32 to 128 units, where filling and draining is a few "
-        "per cent in all; such steps are too large to be solved.",
+        "shortest step of few. Steps of runs have 32 to 128 units, too many to be solved. What no "
+        "cuts can gain there is in the section on backward units, as *no bubbles*.",
         ("equal units", "twice the units", "no bubbles", "heaviest", "ends", "documents"),
     )  # fmt: skip

@@ -27,7 +27,8 @@ def test_models_have_the_sizes_that_they_are_named_by() -> None:
         name: pytest.approx(float(name.removesuffix("b")), rel=0.05) for name in billions
     }
     for model, devices in slimpack.DEVICES.items():
-        runs = [run for own in slimpack.layouts(Case(model, 128 * K), BEST_FIT) for run in own]
+        ways = slimpack.layouts(Case(model, 128 * K), BEST_FIT, more=True)
+        runs = [run for own in ways for run in own]
         assert {run.num_devices for run in runs} == {devices}
         assert len({run.num_micro_batches for run in runs}) == 1
         assert len({run.parallelism.tp_size for run in runs}) >= 2
@@ -104,7 +105,9 @@ def test_fastest_layout_fits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slimpack, "TP_SIZES", {"70b": (8,)})
     monkeypatch.setattr(slimpack, "CP_SIZES", (4,))
     quick = Effort(1, (1,), warm_up=0)
-    windows, slices = (slimpack.fastest(case, packing, quick) for packing in (BEST_FIT, "slim"))
+    windows, slices = (
+        slimpack.fastest(case, packing, quick, more=True) for packing in (BEST_FIT, "slim")
+    )
     assert windows.run.recompute.method == "block"
     assert slices.run.recompute.granularity is None
     assert max(windows.peak_gib, slices.peak_gib) <= windows.run.limit_gib
@@ -146,8 +149,8 @@ def test_script_makes_a_small_page_of_slimpack(tmp_path: Path) -> None:
         (["--only", "table-2"], "--only makes a page of less; give it a folder of its own"),
         (["--small"], "--small makes a page of less; give it a folder of its own with --out"),
         (["--only", "table-2", "--out", "none"],
-         "--only table-2: no section of slimpack; give throughput, merge, cuts, units, spread, "
-         "backward, hold"),
+         "--only table-2: no section of slimpack; give throughput, search, merge, cuts, units, "
+         "spread, backward, hold"),
     ],
 )  # fmt: skip
 def test_script_refuses_parts_that_are_none(
