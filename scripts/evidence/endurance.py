@@ -229,7 +229,7 @@ def page_of(results: dict[str, Result | None]) -> str:
         "",
     ]
     if missing:
-        lines += [f"**Not run on this commit: {'; '.join(missing)}.** Older results are in "
+        lines += [f"**Not run yet by this command: {'; '.join(missing)}.** Older results are in "
                   "[tested.md](tested.md).", ""]  # fmt: skip
     for name, result in results.items():
         part = PARTS[name]

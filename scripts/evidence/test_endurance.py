@@ -18,7 +18,7 @@ def test_page_has_what_ran_and_says_what_did_not() -> None:
     found = [{"target": "flags", "executions": 1234, "edges": 56, "findings": [], "error": ""}]
     result = Result("0123abcd", "2026-01-02", "2 cores of a CPU", 600.0, 0, found)
     page = " ".join(page_of({"steps": None, "fuzz": result}).split())
-    assert "**Not run on this commit: Planned steps.**" in page
+    assert "**Not run yet by this command: Planned steps.**" in page
     assert "2026-01-02, commit `0123abcd`, 2 cores of a CPU, 10 minutes, status 0." in page
     assert "| flags | 1,234 | 56 | 0 | none |" in page
     assert "Not run. `scripts/evidence/soak.py --steps 100000 --seed 1 --json`" in page
