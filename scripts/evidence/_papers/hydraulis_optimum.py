@@ -28,7 +28,7 @@ TRIALS = 100
 """Random orders of Algorithm 1 (Appendix D, footnote)."""
 GAP = 0.001
 """Share of an optimum within which a solution counts as one."""
-LIMIT = 20.0
+LIMIT = 5.0
 """Deterministic time of a search, about a second of one core each."""
 UNITS = 1_000_000
 """Times are rounded to this part of the longest sum, because the solver counts in integers."""

@@ -30,7 +30,7 @@ TABLE_2_S = {"ideal dispatching": 40.21, "greedy dispatching": 5.46, "packing": 
 
 def optimum(effort: Effort) -> Section:
     """How far both assignments are from their optima."""
-    few = replace(effort, steps=max(1, effort.steps // 2))
+    few = replace(effort, steps=max(1, effort.steps // 5))
     rows, every = [], list[Step]()
     for name, setting in SETTINGS.items():
         by_seed = compared(setting, few)
