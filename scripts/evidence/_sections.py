@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import statistics
 import textwrap
@@ -13,6 +14,7 @@ from typing import Any
 from _papers.paper import HARDWARE, Effort
 from matplotlib.figure import Figure
 
+from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.files import replacing
 from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE
 
@@ -66,6 +68,15 @@ class Paper:
     steps: int
     warm_up: int
     hardware: str = HARDWARE
+
+
+def check_solver() -> None:
+    """Raises :class:`CompatibilityError` without OR-tools, which solves some sections exactly."""
+    if importlib.util.find_spec("ortools") is None:
+        raise CompatibilityError(
+            "there is no OR-tools, which solves this section exactly; install it (pip install "
+            "ortools) or name other sections with --only"
+        )
 
 
 def row_of(

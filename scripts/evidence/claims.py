@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes docs/claims.md: every claim, its command, its kind, its figure and its spread.
+"""Writes docs/claims.md: every claim, its command, its kind, its figure, its spread, its date.
 
     scripts/evidence/claims.py           # after a figure of claims.yaml or of a page has changed
     scripts/evidence/claims.py --check   # fails where the page is old, or a figure is nowhere
 
-The claims are in claims.yaml. Each has a quote of the page that its command makes, or that says
-what the command printed; a figure that the page no longer has is an error. So is a number of
-README.md that no claim has.
+The claims are in claims.yaml. Each has quotes of the page that its command makes, or that says what
+the command printed. A quote that the page no longer has is an error, and so is a number of a figure
+that stands in none of its quotes, and a number of README.md that no claim has.
 """
 
 from __future__ import annotations
@@ -22,19 +22,34 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = Path(__file__).with_name("claims.yaml")
 PAGE = ROOT / "docs" / "claims.md"
-NO_CLAIMS = {"16,384", "8,192", "128K", "0.16", "0.19", "0.16.1", "0.19.0", "3.11", "2.0", "2025"}
+NO_CLAIMS = {
+    "16",
+    "16,384",
+    "8,192",
+    "128K",
+    "0.16",
+    "0.19",
+    "0.16.1",
+    "0.19.0",
+    "3.11",
+    "2.0",
+    "2025",
+}
 """Numbers of the README that say what is run, not what came of it."""
 HEAD = """\
 # Which command stands behind each figure?
 
 Made by `scripts/evidence/claims.py` of `scripts/evidence/claims.yaml`; do not edit it by hand. A
-figure is *measured*, *counted*, *tested* or *simulated* ([glossary.md](glossary.md)). Each is on
-the page named, which its command makes, or which says what the command printed. A test finds
-numbers of the README that are not here. Nothing was measured on a GPU.
+figure is *measured*, *counted*, *tested*, *modelled*, *simulated* or *read*
+([glossary.md](glossary.md)). Each stands on the page named, which its command makes, or which says
+what the command printed. A test finds figures that their pages no longer have, and numbers of the
+README that are not here. Commands are numbered, and listed below. Nothing was measured on a GPU.
 
-| Claim | Figure | Spread | Kind | Date | Page |
-| --- | --- | --- | --- | --- | --- |
+| Claim | Figure | Spread | Kind | Date | Command | Page |
+| --- | --- | --- | --- | --- | --- | --- |
 """
+NO_COMMAND = "none is kept"
+"""The command of a figure that was taken by hand."""
 
 
 def read() -> list[dict[str, Any]]:
@@ -44,23 +59,26 @@ def read() -> list[dict[str, Any]]:
 
 def page_of(claims: list[dict[str, Any]]) -> str:
     columns = "claim", "figure", "spread", "kind", "date"
+    commands = dict.fromkeys(c["command"] for c in claims if c["command"] != NO_COMMAND)
+    numbers = {command: number for number, command in enumerate(commands, 1)}
     rows = [
-        " | ".join(["", *(str(c[name]) for name in columns), f"[{c['page']}]({c['page']})", ""])
+        [*(str(c[name]) for name in columns), str(numbers.get(c["command"], "none")),
+         f"[{c['page']}]({c['page']})"]
         for c in claims
-    ]
-    commands: dict[str, list[str]] = {}
-    for claim in claims:
-        commands.setdefault(claim["command"], []).append(claim["page"])
-    listed = [
-        f"- `{command}` ({', '.join(dict.fromkeys(pages))})" for command, pages in commands.items()
-    ]
-    return (
-        HEAD
-        + "\n".join(row.strip() for row in rows)
-        + "\n\n## The commands\n\n"
-        + "\n".join(listed)
-        + "\n"
-    )
+    ]  # fmt: skip
+    listed = [f"{number}. `{command}`" for command, number in numbers.items()]
+    without = [f"- {c['claim']}" for c in claims if c["command"] == NO_COMMAND]
+    parts = [HEAD + "\n".join(f"| {' | '.join(row)} |" for row in rows)]
+    parts += ["## The commands", "\n".join(listed)]
+    if without:
+        parts += ["## Taken by hand", "No command is kept for these:", "\n".join(without)]
+    return "\n\n".join(parts) + "\n"
+
+
+def quotes_of(claim: dict[str, Any]) -> list[str]:
+    """One or several."""
+    quotes: str | list[str] = claim["quote"]
+    return [quotes] if isinstance(quotes, str) else quotes
 
 
 def wrong(claims: list[dict[str, Any]]) -> list[str]:
@@ -68,8 +86,17 @@ def wrong(claims: list[dict[str, Any]]) -> list[str]:
     found = []
     for claim in claims:
         text = " ".join((ROOT / "docs" / claim["page"]).read_text().split())
-        if " ".join(claim["quote"].split()) not in text:
-            found.append(f"docs/{claim['page']} has no {claim['quote']!r}: {claim['claim']}")
+        quotes = [" ".join(quote.split()) for quote in quotes_of(claim)]
+        found += [
+            f"docs/{claim['page']} has no {quote!r}: {claim['claim']}"
+            for quote in quotes
+            if quote not in text
+        ]
+        found += [
+            f"{number} is in no quote of docs/{claim['page']}: {claim['claim']}"
+            for number in re.findall(r"\d[\d.,]*\d(?:e-\d+)?|\d", str(claim["figure"]))
+            if number not in " ".join(quotes)
+        ]
     known = {number for claim in claims for number in str(claim.get("readme", "")).split()}
     numbers = numbers_of((ROOT / "README.md").read_text())
     found += [f"README.md has {number}, which no claim has" for number in sorted(numbers - known)]

@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after these")
     parser.add_argument("--out", type=Path, metavar="FILE", help="outcomes, as JSON; it grows")
+    parser.add_argument("--missing", action="store_true", help="leave out cases that --out has")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON to stdout")
     args = parser.parse_args()
     if "launcher" in args.trainers and not os.environ.get("MEGATRON_LM_PATH"):
@@ -62,6 +63,8 @@ def main() -> int:
                 if time.monotonic() > stop_s or not layouts:
                     continue
                 layout = layouts[(number + args.seed) % len(layouts)]
+                if args.missing and (case, trainer, layout, args.seed) in done:
+                    continue
                 one = attempt(bench, case, trainer, layout, args.seed)
                 done[case, trainer, layout, args.seed] = one
                 tell(one)

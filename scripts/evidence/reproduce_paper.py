@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """The experiments of three papers, simulated, beside the numbers that the papers print.
 
-WLB-LLM (OSDI 2025): Table 2 and Figures 6 and 12-15. SlimPack (2025): the throughput of Figure 13,
-the spread of unit times of Figures 14-16, what backward units of their own could gain, and slim
-packing beside `hold` with interleaved schedules. Hydraulis (2024): Figures 10 and 13, Table 1, and
-what strategies gain on other lengths.
+WLB-LLM (OSDI 2025): Table 2 and Figures 6, 7, 10 and 12-15. SlimPack (2025): the throughput of
+Figure 13, the spread of unit times of Figures 14-16, cuts against an integer programme, numbers
+of units of each replica's own, what backward units of their own could gain, and slim packing beside
+`hold` with interleaved schedules. Hydraulis (2024): Figures 10, 13 and 17, Tables 1 and 2, and what
+strategies gain on other lengths. Optima are found by OR-tools.
 
 Writes a Markdown page and PNG pictures. Everything is simulated on modelled GPUs and synthetic
 distributions of lengths; only the time that packing takes is measured, on this machine.

@@ -5,13 +5,13 @@ Each packing, and each with a blend, plans its share of --steps. At random a run
 crashes and goes on from its save, at times with a torn line in its ledger. At the end `wlb audit`'s
 own code must find each token once; memory must be flat. Ends with status 1 if not.
 
-With --train it trains so many steps of slices in one process instead, a tiny model on the CPU: no
-key or value is left after a step, and memory is flat. With --minutes it plans many short random
-runs, of all settings, whose planner is reloaded before every step, and compares each with one left
-alone. The short forms are in the tests.
+With --train it trains so many steps of slices in one process instead, a tiny model on the CPU, with
+--experts one that has experts: no key or value is left after a step, and memory is flat. With
+--minutes it plans many short random runs, of all settings, whose planner is reloaded before every
+step, and compares each with one left alone. The short forms are in the tests.
 
     scripts/evidence/soak.py --steps 100000 --seed 1
-    scripts/evidence/soak.py --train 2000
+    scripts/evidence/soak.py --train 2000 --experts
     scripts/evidence/soak.py --minutes 10 --seed 1
 """
 
@@ -44,6 +44,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="in all (default: %(default)s)")
     parser.add_argument("--train", type=int, help="steps of slices to train instead")
+    parser.add_argument("--experts", action="store_true", help="--train a model that has experts")
     parser.add_argument("--minutes", type=float, help="short random runs instead, for so long")
     parser.add_argument("--seed", type=int, default=0, help="of the (first) run")
     parser.add_argument(
@@ -53,7 +54,7 @@ def main() -> int:
     args = parser.parse_args()
     logging.disable()  # The planner warns of backlogs, which tight caps are to make.
     if args.train is not None:
-        trained = train(args.train, args.seed)
+        trained = train(args.train, args.seed, experts=args.experts)
         print(json.dumps(trained.flat() | {"refusal": trained.refusal()}))
         return int(bool(trained.refusal()))
     if args.minutes is not None:

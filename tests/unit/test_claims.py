@@ -15,10 +15,22 @@ def test_claims_are_on_their_pages_and_the_readme_has_no_others() -> None:
 def test_figures_that_are_nowhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     known = claims.read()
     known[0]["quote"] += " and more"
+    known[2]["figure"] += " and 77.5 %"
     known[3]["readme"] = "0.71"
     found = claims.wrong(known)
     assert any(line.startswith("docs/quickstart.md has no ") for line in found)
+    assert any(line.startswith("77.5 is in no quote of docs/quickstart.md") for line in found)
     assert "README.md has 0.87, which no claim has" in found
+
+
+def test_commands_are_numbered_and_figures_taken_by_hand_are_listed() -> None:
+    one = {"claim": "a", "figure": "1", "spread": "none", "kind": "counted", "date": "2026-01-02",
+           "command": "scripts/a", "page": "a.md", "quote": "1"}  # fmt: skip
+    page = claims.page_of([one, one | {"claim": "b", "command": claims.NO_COMMAND}])
+    assert "| a | 1 | none | counted | 2026-01-02 | 1 | [a.md](a.md) |" in page
+    assert "| b | 1 | none | counted | 2026-01-02 | none | [a.md](a.md) |" in page
+    assert page.endswith("1. `scripts/a`\n\n## Taken by hand\n\n"
+                         "No command is kept for these:\n\n- b\n")  # fmt: skip
 
 
 def test_numbers_are_those_that_may_be_figures() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-from _sections import Paper, Row, Section, row_of
+from _sections import Paper, Row, Section, check_solver, row_of
 
 from _papers import hydraulis
 from _papers.hydraulis import BREAKDOWN, CASES, CONFIGURATIONS, DATA, PRINTED_RANGE
@@ -269,6 +269,13 @@ def _said(gain: dict[tuple[str, int, str], float]) -> str:
     )
 
 
+def _optimum(effort: Effort) -> Section:
+    check_solver()
+    from _papers.hydraulis_optimum_page import optimum
+
+    return optimum(effort)
+
+
 def _notes(effort: Effort) -> Sequence[str]:
     means = []
     for name, draw in DATA.items():
@@ -307,6 +314,7 @@ HYDRAULIS = Paper(
         "end-to-end": _end_to_end,
         "ablation": _ablation,
         "breakdown": _breakdown,
+        "optimum": _optimum,
         "lengths": _other_lengths,
     },
     _notes,

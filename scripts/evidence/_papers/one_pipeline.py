@@ -60,13 +60,18 @@ def pipeline(
     vpp_size: int,
     effort: Effort,
     shardings: Sequence[Mode] = ("adaptive",),
+    *,
+    overlapped: bool = False,
 ) -> list[Outcome]:
-    """Simulates steps of 7B in its layout of Table 1, once with each sharding."""
+    """Simulates steps of 7B in its layout of Table 1, once with each sharding.
+
+    ``overlapped``: tensor-parallel collectives as stock Megatron can overlap them.
+    """
     base = scenario("7b", REFERENCE_WINDOW, TABLE_1["7b", REFERENCE_WINDOW], vpp_size)
     run = replace(base, num_micro_batches=num_micro_batches)
     limit = max_tokens(run) if packing == "hold" else REFERENCE_WINDOW
     return compare(
-        run,
+        run.overlapped if overlapped else run,
         LengthSource.of_distribution("reference"),
         [PackingSettings.parse(packing, REFERENCE_WINDOW, limit)],
         shardings,
@@ -74,6 +79,30 @@ def pipeline(
         seeds=effort.seeds,
         warm_up=effort.warm_up,
     )
+
+
+BEST_FOR_ORIGINAL = Parallelism(2, 8, 2, 8, 2, sequence_parallel=True)
+"""What `wlb plan` finds for `original`: 7B on 64 GPUs, N = 16 (docs/slices.md)."""
+
+
+def overlap_gain(effort: Effort) -> float:
+    """What overlapped tensor-parallel collectives gain `original` in the layout best for it."""
+    base = scenario("7b", REFERENCE_WINDOW, TABLE_1["7b", REFERENCE_WINDOW])
+    execution = replace(base.execution, parallelism=BEST_FOR_ORIGINAL)
+    run = replace(base, execution=execution, num_micro_batches=16)
+    (without,), (with_overlap,) = (
+        compare(
+            one,
+            LengthSource.of_distribution("reference"),
+            [PackingSettings.parse("original", REFERENCE_WINDOW, REFERENCE_WINDOW)],
+            ["adaptive"],
+            steps=effort.steps,
+            seeds=effort.seeds,
+            warm_up=effort.warm_up,
+        )
+        for one in (run, run.overlapped)
+    )
+    return with_overlap.speedup(without)
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,7 @@ Figure 3, stands for them. What the paper does not say is assumed here, in one p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 from unittest import mock
@@ -250,13 +250,17 @@ LAYER_SHARDINGS: tuple[Mode | Kind, ...] = (
 )  # fmt: skip
 
 
-def figure_15(window: int, tp_size: int, effort: Effort) -> dict[str, list[float]]:
+def figure_15(
+    window: int, tp_size: int, effort: Effort, slow: Callable[[Run], Run] = lambda run: run
+) -> dict[str, list[float]]:
     """Times one 7B layer with CP 4, both passes, per sharding and seed: µs over all steps.
+
+    The attention kernel is that of the run which ``slow`` makes.
 
     ``paper-adaptive`` chooses between per-sequence and §5.1's per-document, ``adaptive`` between
     per-sequence and this project's, which deals out no single rows.
     """
-    base = scenario("7b", window, (tp_size, 4, 1, 1), 1, effort.hardware)
+    base = slow(scenario("7b", window, (tp_size, 4, 1, 1), 1, effort.hardware))
     layer = base.model.layer()
     passes = 1 + BACKWARD_ATTENTION
     choosers = {str(sharding): base.chooser(sharding) for sharding in LAYER_SHARDINGS}

@@ -3,7 +3,7 @@
 Its models (Table 3) and 80 GB Hopper GPUs are modelled. Its documents are not public;
 distributions that follow what its text says of them (:data:`DATA`) stand for them. Layouts,
 vocabulary and what is recomputed are not printed: each packing gets the fastest of :func:`layouts`
-that its steps fit in.
+that its steps fit in. Offloading is not modelled.
 Everything here is *simulated*.
 """
 
@@ -26,9 +26,10 @@ from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Draw, slimpack
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
+from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.simulator.step import Lengths, Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 
@@ -46,7 +47,9 @@ MODELS = {
 DEVICES = {"7b": 128, "13b": 128, "70b": 256, "150b": 256}
 """§6.2."""
 TP_SIZE = 8
-"""Assumed: a node."""
+"""The most that a node has. Sections that search no layout have it."""
+TP_SIZES = {"7b": (2, 4, 8), "13b": (2, 4, 8), "70b": (4, 8), "150b": (4, 8)}
+CP_SIZES = (1, 2, 4)
 PP_SIZES = {"7b": 4, "13b": 4, "70b": 8, "150b": 8}
 """Assumed."""
 CONTEXTS = (64 * K, 128 * K, 256 * K)
@@ -56,6 +59,8 @@ PRINTED_MOST = 2.8
 """The most that SlimPack gains over best-fit packing: the only figure that the text prints."""
 BEST_FIT = "best-fit"
 FULL = Recompute("full", "uniform", 1)
+PARTS = (1 / 4, 1 / 2, 3 / 4)
+"""Shares of a stage's layers that windows may recompute, besides none and all."""
 
 
 def _github(random: np.random.Generator, size: int) -> Floats:
@@ -99,32 +104,84 @@ class Case:
         return f"{self.model.upper()}-{self.context // K}K"
 
 
-def layouts(case: Case, hardware: str = HARDWARE) -> list[Run]:
-    """What the devices can be divided in: CP 1, 2 or 4, recomputing nothing or whole layers.
+def recomputed(case: Case, packing: str) -> list[Recompute]:
+    """How much a packing may recompute, from little to much.
 
-    N is what the documents fill in the mean, a multiple of all data-parallel sizes.
+    Windows do in parts, as the paper's baseline. With none of its layers `slim` recomputes those
+    micro-batches that it must.
+    """
+    if packing == "slim":
+        return [Recompute(), FULL]
+    layers = MODELS[case.model].num_layers // PP_SIZES[case.model]
+    parts = [Recompute("full", "block", round(share * layers)) for share in PARTS]
+    return [Recompute(), *parts, FULL]
+
+
+def layout(
+    case: Case,
+    cp_size: int,
+    hardware: str = HARDWARE,
+    *,
+    tp_size: int = TP_SIZE,
+    recompute: Recompute | None = None,
+    least_tp: int = TP_SIZE,
+) -> Run:
+    """One way to divide the devices. N is that of :func:`num_windows`."""
+    return Run(
+        padded_vocabulary(MODELS[case.model], tp_size),
+        Execution(
+            Parallelism(
+                tp_size,
+                cp_size,
+                PP_SIZES[case.model],
+                dp_size=_shards(case, tp_size) // cp_size,
+                sequence_parallel=True,
+            ),
+            recompute or Recompute(),
+        ),
+        load_hardware(hardware),
+        case.context,
+        num_windows(case, least_tp),
+    )
+
+
+def _shards(case: Case, tp_size: int) -> int:
+    """Data-parallel ranks times context-parallel ones."""
+    return DEVICES[case.model] // PP_SIZES[case.model] // tp_size
+
+
+def num_windows(case: Case, least_tp: int) -> int:
+    """N: what the documents fill in the mean, a multiple of all data-parallel sizes from this TP
+    on.
     """
     stored = lengths_of(case.data).stored
     assert stored is not None
-    pp_size = PP_SIZES[case.model]
-    shards = DEVICES[case.model] // TP_SIZE // pp_size
+    most = _shards(case, least_tp)
     windows = case.documents * float(stored.mean()) / case.context
+    return most * max(1, round(windows / most))
+
+
+def layouts(
+    case: Case, packing: str, hardware: str = HARDWARE, *, more: bool = False
+) -> list[list[Run]]:
+    """What the devices can be divided in; of each layout what it may recompute, little first.
+
+    CP 1, 2 or 4, all layers recomputed or none. With ``more`` also TP is searched, and windows
+    recompute in parts.
+    """
+    tp_sizes = TP_SIZES[case.model] if more else (TP_SIZE,)
+    ways = recomputed(case, packing) if more else [Recompute(), FULL]
     return [
-        Run(
-            padded_vocabulary(MODELS[case.model], TP_SIZE),
-            Execution(
-                Parallelism(
-                    TP_SIZE, cp_size, pp_size, dp_size=shards // cp_size, sequence_parallel=True
-                ),
-                recompute,
-            ),
-            load_hardware(hardware),
-            case.context,
-            shards * max(1, round(windows / shards)),
-        )
-        for recompute in (Recompute(), FULL)
-        for cp_size in (1, 2, 4)
-    ]
+        [
+            layout(
+                case, cp_size, hardware, tp_size=tp_size, recompute=recompute,
+                least_tp=min(tp_sizes),
+            )
+            for recompute in ways
+        ]
+        for tp_size in tp_sizes
+        for cp_size in CP_SIZES
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,23 +241,84 @@ def measure(run: Run, packing: str, case: Case, effort: Effort) -> Result:
     )
 
 
-def fastest(case: Case, packing: str, effort: Effort) -> Result:
-    """A packing in the layout in which it is fastest, of those that its steps fit in.
+def fastest(case: Case, packing: str, effort: Effort, *, more: bool = False) -> Result:
+    """A packing in the layout in which it is fastest, of those of :func:`layouts` that it fits in.
 
-    Raises :class:`ConfigError` where it fits in none.
+    Each layout recomputes as little as fits. Raises :class:`ConfigError` where none fits.
     """
     trial = Effort(2, effort.seeds[:1], warm_up=0, hardware=effort.hardware)
-    tried = []
-    for run in layouts(case, effort.hardware):
-        result = measure(run, packing, case, trial)
-        if result.peak_gib <= run.limit_gib:
-            tried.append(result)
-    tried.sort(key=lambda result: -result.mfu_by_seed[0])
-    for result in tried:
-        whole = measure(result.run, packing, case, effort)
+    left = [iter(runs) for runs in layouts(case, packing, effort.hardware, more=more)]
+    tried: list[tuple[Result, Iterator[Run]]] = []
+
+    def try_next(runs: Iterator[Run]) -> None:
+        for run in runs:
+            result = measure(run, packing, case, trial)
+            if result.peak_gib <= run.limit_gib:
+                tried.append((result, runs))
+                return
+
+    for runs in left:
+        try_next(runs)
+    while tried:
+        best = max(tried, key=lambda one: one[0].mfu_by_seed[0])
+        tried.remove(best)
+        whole = measure(best[0].run, packing, case, effort)
         if whole.peak_gib <= whole.run.limit_gib:
             return whole
+        try_next(best[1])
     raise ConfigError(f"{case.name} with {packing} fits in no layout; give other devices")
+
+
+@dataclass(frozen=True)
+class OwnUnits:
+    """Steps of slices by their number of units, by seed: what a number of each replica's own gains
+    over one for all, each the best of the step; and over the number that the package settled on.
+    """
+
+    over_common: tuple[float, ...]
+    over_settled: tuple[float, ...]
+    unlike: float
+    """Share of the steps in which replicas would choose unlike numbers."""
+    settled: float
+    """Units that the package has, in the mean."""
+
+
+def own_units(run: Run, case: Case, effort: Effort) -> OwnUnits:
+    """Tries all numbers of units on each replica of each step; no document is merged."""
+    setting = PackingSettings("slim", run.window)
+    over: list[tuple[float, float]] = []
+    unlike, settled = 0, []
+    for seed in effort.seeds:
+        workload = replace(run.workload(lengths_of(case.data), seed=seed), merges=False)
+        slicer = workload.planner(setting, effort.steps, costs=run.costs).slicing
+        assert isinstance(slicer, Slicer)
+        stream = workload.stream(setting, effort.steps)
+        settled_us = common_us = own_us = 0.0
+        for step in range(effort.steps):
+            documents = stream.next_step()
+            settled.append(slicer.settle(documents, step))
+            times_us = _by_number(slicer, documents)
+            settled_us += max(times_us[settled[-1]])
+            common_us += min(map(max, times_us.values()))
+            by_replica = [*zip(*times_us.values(), strict=True)]
+            own_us += max(map(min, by_replica))
+            unlike += len({own.index(min(own)) for own in by_replica}) > 1
+        over.append((common_us / own_us, settled_us / own_us))
+    over_common, over_settled = zip(*over, strict=True)
+    return OwnUnits(over_common, over_settled, unlike / len(settled), float(np.mean(settled)))
+
+
+def _by_number(slicer: Slicer, documents: Sequence[Document]) -> dict[int, list[float]]:
+    """Simulated times of each replica by the number of units, those that the package tries."""
+    dealt = slicer._deal(slicer._heaviest_first(documents), merges=False)
+    replicas = range(len(dealt.alone))
+    return {
+        number: [
+            slicer.simulated_us(slicer._with_room(slicer._lay(dealt, replica, number), number))
+            for replica in replicas
+        ]
+        for number in slicer._tried
+    }
 
 
 def spread(line: StepTimeline) -> Floats:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from _sections import Paper, Row, Section, rising, row_of
+from _sections import Paper, Row, Section, check_solver, rising, row_of
 
 from _papers import slimpack
-from _papers.one_pipeline import UNLIKE, pipeline, unlike
+from _papers.one_pipeline import UNLIKE, overlap_gain, pipeline, unlike
 from _papers.paper import MAX_WINDOWS, Effort, K
 from _papers.slimpack import BEST_FIT, CONTEXTS, DATA, DEVICES, MODELS, Case, Result
 from megatron_wlb.cost.memory import GIB
@@ -20,6 +20,8 @@ PACKINGS = (BEST_FIT, "original", "hold", "slim")
 FEW_AND_MANY = (4, 16)
 MERGED = ((512, True), (128, True), (64, False), (64, True))
 """Documents a global batch, and whether those longer than the context run whole."""
+CHOOSING = (("7b", 64 * K, 512), ("7b", 128 * K, 512), ("7b", 128 * K, 128), ("13b", 256 * K, 512))
+"""Models, contexts and documents for which replicas choose their number of units."""
 CHUNKS = (
     ("original", 1), ("original", 2), ("original", 4), ("hold", 1), ("hold", 2), ("hold", 4),
     ("slim", 1), ("slim", 2), ("slim", 4),
@@ -47,7 +49,7 @@ def _throughput(effort: Effort) -> Section:
         extra = (
             *(f"{slim.speedup(found[packing])[0]:.2f}" for packing in ("original", "hold")),
             f"{same.speedup(base)[0]:.2f}",
-            f"{_layout(base)} / {_layout(slim)}",
+            f"{_layout(base, tp=False)} / {_layout(slim, tp=False)}",
             f"{base.peak_gib:.0f} / {slim.peak_gib:.0f}",
             f"{base.bubble_share:.0%} / {slim.bubble_share:.0%}",
         )
@@ -92,8 +94,9 @@ def _throughput(effort: Effort) -> Section:
         f"The most is {'below' if most < slimpack.PRINTED_MOST else 'above'} the paper's, and at a "
         "long context as there. The paper names 13B at 256K; here others gain more. Its layouts, "
         "its use of partial recomputation and offloading, and its batch in each case are not "
-        "printed. Its baseline recomputes in parts, too; windows here recompute all or nothing. So "
-        "the gain is largest where windows must recompute and slices only in parts, and it jumps "
+        "printed. Its baseline recomputes in parts, too; windows here recompute all or nothing, "
+        "and TP is 8: the next section shows what more freedom changes. So the gain is largest "
+        "where windows must recompute and slices only in parts, and it jumps "
         "from one layout to the next. Larger batches leave best-fit packing fewer bubbles, so the "
         "gain is smaller. Context-parallel ranks share attention evenly, which flatters windows.",
         ("over `original`", "over `hold`", "`slim` in the layout of best-fit", "CP",
@@ -103,16 +106,68 @@ def _throughput(effort: Effort) -> Section:
     )  # fmt: skip
 
 
-def _layout(result: Result) -> str:
-    full = ", full" if result.run.recompute.granularity else ""
-    return f"{result.run.parallelism.cp_size}{full}"
+SEARCHED = (
+    Case("7b", 128 * K), Case("13b", 256 * K), Case("70b", 128 * K), Case("70b", 256 * K),
+    Case("150b", 256 * K),
+)  # fmt: skip
+"""Cases whose TP is searched, and in which windows recompute in parts."""
+
+
+def _search(effort: Effort) -> Section:
+    few = replace(effort, steps=max(1, effort.steps // 2))
+    rows = []
+    for case in SEARCHED:
+        base, slim = (
+            slimpack.fastest(case, packing, few, more=True) for packing in (BEST_FIT, "slim")
+        )
+        same = slimpack.measure(base.run, "slim", case, few)
+        extra = (
+            f"{same.speedup(base)[0]:.2f}",
+            f"{_layout(base)} / {_layout(slim)}",
+            f"{slim.merged:.2f}",
+            f"{base.peak_gib:.0f} / {slim.peak_gib:.0f}",
+            f"{base.bubble_share:.0%} / {slim.bubble_share:.0%}",
+        )
+        rows.append(Row(case.name, *slim.speedup(base), None, extra))
+    values = [row.value for row in rows]
+    return Section(
+        "search",
+        "Figure 13 with TP searched and windows that recompute in parts",
+        "The table shows some cases of the section before, with TP from 2 on (from 4 for 70B and "
+        "150B) up to 8, and with windows that recompute no layers of a stage, a quarter, a half, "
+        "three quarters (the number is behind the layout) or all: the least that fits. The paper's "
+        "baseline recomputes in parts, too. Offloading is not modelled. *Merged* counts documents "
+        f"a step that several data-parallel ranks run (DP-Merge). {few.steps} steps of each seed "
+        "count. N divides by all data-parallel sizes, so a global batch has other documents than "
+        "in the section before.",
+        "speed-up over best-fit",
+        rows,
+        [("SlimPack is faster than best-fit packing where both are searched", min(values) > 1)],
+        f"The gains are {min(values):.2f} to {max(values):.2f}. Against the section before, the "
+        "gain is smaller where half of the layers are enough (70B-128K). Elsewhere it is within 6 "
+        "%: at 256K best-fit packing must recompute nearly all layers anyway, and smaller models "
+        "none. Split at the context, no document outweighs a data-parallel rank in batches of "
+        "this size, so none is merged; the next section has those that do.",
+        ("`slim` in the layout of best-fit", "TP × CP", "merged", "peak GiB", "bubbles"),
+    )
+
+
+def _layout(result: Result, *, tp: bool = True) -> str:
+    p, recompute = result.run.parallelism, result.run.recompute
+    said = f"{p.tp_size} × {p.cp_size}" if tp else str(p.cp_size)
+    if recompute.method == "uniform":
+        return f"{said}, {'all' if tp else 'full'}"
+    if recompute.method == "block":
+        layers = result.run.shape.num_layers // p.pp_size
+        return f"{said}, {recompute.num_layers} of {layers}"
+    return said
 
 
 def _spread(effort: Effort) -> Section:
     rows, value = [], {}
     for data in DATA:
         case = Case("13b", 128 * K, data)
-        run = slimpack.layouts(case, effort.hardware)[2]
+        run = slimpack.layout(case, 4, effort.hardware)
         for packing in (BEST_FIT, "hold", "slim"):
             spreads = [
                 slimpack.measure(run, packing, case, replace(effort, seeds=(seed,))).spread
@@ -153,7 +208,7 @@ def _merge(effort: Effort) -> Section:
     for data in DATA:
         for documents, whole in MERGED:
             case = Case("7b", 128 * K, data, documents, whole)
-            run = slimpack.layouts(case, effort.hardware)[0]
+            run = slimpack.layout(case, 1, effort.hardware)
             free, paid, alone = (
                 slimpack.measure(run, "slim", replace(case, merges=merges, free=free), effort)
                 for merges, free in ((True, True), (True, False), (False, False))
@@ -232,19 +287,32 @@ def _backward(effort: Effort) -> Section:
 def _hold(effort: Effort) -> Section:
     rows = []
     bars: dict[str, list[Row]] = {}
-    over_chunks = []
+    over_chunks, net_chunks = [], []
     for number in FEW_AND_MANY:
         stock, base = pipeline("original", number, 1, effort, ["per-sequence", "adaptive"])
+        net = {
+            vpp_size: pipeline("original", number, vpp_size, effort, overlapped=True)[0]
+            for name, vpp_size in CHUNKS
+            if name == "original"
+        }
         own = bars[f"N = {number}"] = []
         for name, vpp_size in CHUNKS:
             (found,) = pipeline(name, number, vpp_size, effort)
             peak = f"{found.peak_bytes / GIB:.0f}{' (too much)' if found.out_of_memory else ''}"
-            extra = (f"{found.speedup(stock):.2f}", f"{found.bubble_share:.0%}", peak)
+            extra = (
+                f"{found.speedup(stock):.2f}",
+                f"{found.speedup(net[1]):.2f}",
+                f"{found.bubble_share:.0%}",
+                peak,
+            )
             speeds = found.speedup(base), *found.speedup_by_seed(base)
             own.append(Row(f"{name}, V = {vpp_size}", *speeds, None, extra))
         over_chunks.append(own[-1].value / max(row.value for row in own if "original" in row.name))
+        net_chunks.append(found.mfu / max(one.mfu for one in net.values()))
         bound = 1 / (1 - base.bubble_share)
-        extra = (f"{bound * base.speedup(stock):.2f}", "0%", "")
+        extra = (
+            f"{bound * base.speedup(stock):.2f}", f"{bound * base.speedup(net[1]):.2f}", "0%", ""
+        )  # fmt: skip
         own.append(Row("no bubbles", bound, bound, bound, None, extra))
         rows += [replace(row, name=f"N = {number}, {row.name}") for row in own]
     return Section(
@@ -255,7 +323,9 @@ def _hold(effort: Effort) -> Section:
         f"the number of chunks a rank. `hold` has an S_max of {MAX_WINDOWS:g} windows. All "
         "packings have the `adaptive` sharding, `original` too: the speed-up is of the packing "
         "alone. The next column is over `original` with the per-sequence sharding that Megatron "
-        "has. The last row of each N is `original` without the time that its ranks wait.",
+        "has. *Net* is over `original` with one chunk, `adaptive` sharding and "
+        "`--tp-comm-overlap`, which stock Megatron has and lengths that vary turn off. The last "
+        "row of each N is `original` without the time that its ranks wait.",
         "speed-up over `original`",
         rows,
         [],
@@ -264,11 +334,53 @@ def _hold(effort: Effort) -> Section:
         "units of a fraction of a window. Interleaving helps `original` and `hold` more than it "
         "helps slices. With V = 4 each, "
         f"`slim` does {min(over_chunks):.2f} to {max(over_chunks):.2f} times the work a second of "
-        "`original`.",
-        ("over `original` as Megatron shards it", "bubbles", "peak GiB"),
+        f"`original`, and net of the overlap {min(net_chunks):.2f} to {max(net_chunks):.2f} times. "
+        "In the layout that is best for `original` ([slices.md](slices.md)) TP is 2, and the "
+        f"overlap is worth {overlap_gain(effort) - 1:.1%}.",
+        ("over `original` as Megatron shards it", "net", "bubbles", "peak GiB"),
         1.0,
         bars,
     )
+
+
+def _units(effort: Effort) -> Section:
+    """What a number of units of each replica's own would gain."""
+    rows, most = list[Row](), 0.0
+    for model, context, documents in CHOOSING:
+        case = slimpack.Case(model, context, documents=documents)
+        found = slimpack.own_units(slimpack.layout(case, 1, effort.hardware), case, effort)
+        most = max(most, *found.over_common)
+        extra = (
+            f"{statistics.fmean(found.over_settled):.4f}",
+            f"{found.unlike:.0%}",
+            f"{found.settled:.0f}",
+        )
+        rows.append(row_of(f"{case.name}, {documents} documents", found.over_common, None, extra))
+    return Section(
+        "units",
+        "Section 4.1.1: a number of units for each replica",
+        "In the paper each replica has a number of MicroPacks of its own. The project has one for "
+        "all, which it chooses by simulation on the replica with most work, and again after 64 "
+        "steps. The table shows what own numbers would gain: in each step each replica has its "
+        "best, over the best one for all, with CP 1 and no document merged. *Over ours* is over "
+        "the number that the package has.",
+        "speed-up over one number for all",
+        rows,
+        [("a number of its own for each replica gains 1 % or more", most >= 1.01)],
+        f"Own numbers gain {most - 1:.2%} at most. Replicas have like work after dealing out, so "
+        "their best numbers are neighbours, and near the best the time hardly changes. What the "
+        "package loses besides is its rule that more units must save 1 % of the step, because "
+        "their kernels are smaller. One number for all keeps the plan small and lets replicas that "
+        "share experts run alike, so the project keeps it.",
+        ("over ours", "steps with unlike numbers", "units of ours"),
+    )  # fmt: skip
+
+
+def _cuts(effort: Effort) -> Section:
+    check_solver()
+    from _papers.slimpack_optimum_page import cuts
+
+    return cuts(effort)
 
 
 def _notes(effort: Effort) -> Sequence[str]:
@@ -282,8 +394,9 @@ def _notes(effort: Effort) -> Sequence[str]:
             f"{np.mean(stored > 128 * K):.1%} above 128K and {stored.mean() / K:.1f}K in the mean"
         )
     return [
-        f"- The models are Table 3's, on as many devices as in §6.2: {sizes}. Assumed are TP 8, "
-        "PP 4 for 7B and 13B and 8 for the others, 128 channels a head and a vocabulary of "
+        f"- The models are Table 3's, on as many devices as in §6.2: {sizes}. Assumed are TP 8 "
+        "where none is searched, PP 4 for 7B and 13B and 8 for the others, 128 channels a head "
+        "and a vocabulary of "
         f"32,000. GPUs are `{effort.hardware}` "
         "(`configs/hardware`), fitted to published runs. TP and CP collectives overlap "
         "as this project's runtime lets them: in forward no TP collective is hidden.",
@@ -305,7 +418,10 @@ SLIMPACK = Paper(
     "slimpack",
     {
         "throughput": _throughput,
+        "search": _search,
         "merge": _merge,
+        "cuts": _cuts,
+        "units": _units,
         "spread": _spread,
         "backward": _backward,
         "hold": _hold,
