@@ -10,8 +10,8 @@ micro-batches as is fastest. Departures, with their reasons:
   moved and swapped, instead of in 100 random orders (:mod:`megatron_wlb.planning.dispatch`).
   Algorithm 1 keeps the first of equal choices; here ties go to the replica that is done first, so
   that a slow replica does not hide bad choices on the others.
-* Micro-batches are packed by LPT instead of an ILP, which is 1-2 % better in a hundred times the
-  time.
+* Micro-batches are packed by LPT instead of an ILP, which takes a hundred times the time and is no
+  faster in the mean (docs/hydraulis.md).
 
 All is deterministic: the same lengths and candidates give the same choice on every rank.
 

@@ -300,8 +300,8 @@ def _notes(effort: Effort) -> Sequence[str]:
         "- Strategies are proposed from 16 iterations and judged on others. The exchange of "
         "parameters runs beside the passes, unless a row says otherwise.",
         f"- {effort.steps} iterations of each seed. Brackets are the lowest and highest seed.",
-        "- Here strategies are planned and simulated. The embedded trainer runs them, the launcher "
-        "does not ([how](strategies.md)).",
+        "- Here strategies are planned and simulated. The launcher runs them "
+        "([how](strategies.md)).",
         "- `scripts/evidence/reproduce_paper.py --paper hydraulis --only KEY --out FOLDER` makes "
         f"one section alone: {', '.join(f'`{key}`' for key in HYDRAULIS.makers)}.",
     ]
