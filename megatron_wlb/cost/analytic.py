@@ -311,9 +311,44 @@ class AnalyticModel(Executed):
             for k in range(p.dp_size.bit_length())
         )
         num_heads = -(-self.shape.num_attention_heads // p.tp_size)
-        return PrefixCosts(
-            num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us), merged_us
+        rows_us = [
+            [[(num, self._rows_us(layer, 1 << k)) for num, layer in runs] for runs in stages]
+            for k in range(p.dp_size.bit_length())
+        ]
+        forward_us, backward_us = (
+            [tuple(sum((n * us[at] for n, us in own), 0.0) for own in each) for each in rows_us]
+            for at in (0, 1)
         )
+        divided_us = tuple(zip(forward_us, backward_us, strict=True))
+        return PrefixCosts(
+            num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us), merged_us, divided_us
+        )
+
+    def _rows_us(self, layer: Layer, num_replicas: int) -> tuple[float, float]:
+        """What the exchange of a slice's row takes in forward and in backward, where the CP ranks
+        of so many replicas divide it: it is gathered in both and put in its place, and its
+        gradients are reduced. Layers of a sliding window see few.
+        """
+        p, machine = self.parallelism, self.hardware
+        num_ranks = p.cp_size * num_replicas
+        if num_ranks == 1:
+            return 0.0, 0.0
+        keys = sum(part.key_size for part in layer.parts if part.reach_tokens is None)
+        own_bytes = self._precisions(layer).attention.element_bytes
+        shown = 1 - machine.cp_overlap * self._beside_attention(layer)
+
+        sum_bytes = max(_FP32, own_bytes)
+
+        def taken_us(each_bytes: int, copied: int) -> float:
+            numbers = 2 * keys / p.tp_size
+            received = numbers * each_bytes * (num_ranks - 1) / num_ranks
+            sent_us = machine.transfer_us(received, p.tp_size * num_ranks, num_ranks)
+            return shown * sent_us + machine.memory_us(numbers * copied)
+
+        forward_us = taken_us(own_bytes, 2 * own_bytes)
+        sent_bytes = sum_bytes if self.execution.reduce_in_fp32 else own_bytes
+        # Sums are set to zero, and copied in the order in which they go.
+        return forward_us, forward_us + taken_us(sent_bytes, 2 * sum_bytes + sent_bytes)
 
     def _merged_us(self, layer: Layer, num_replicas: int) -> float:
         """What a token's keys and values take more on each of so many replicas together than their

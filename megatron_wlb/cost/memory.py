@@ -413,7 +413,10 @@ class MemoryModel(Executed):
                 table = np.array([saved, tape.backward_peak_bytes(num_tokens), none])
             known |= zip(whole, map(tuple, table.T.tolist()), strict=True)
         if cut:
-            slices = self._slice_tapes.setdefault(id(tape), SliceTape(tape))
+            slices = self._slice_tapes.setdefault(
+                id(tape),
+                SliceTape(tape, self.parallelism.cp_size, self.execution.reduce_in_fp32),
+            )
             table = slices.action_bytes(kind, cut)
             known |= zip(cut, map(tuple, table.T.tolist()), strict=True)
         return known

@@ -129,6 +129,7 @@ class StageCosts:
         prefixes: Sequence[Sequence[int]] | None = None,
         replicas: Sequence[int] | None = None,
         recomputed: Sequence[bool] = (),
+        divided: Sequence[bool] = (),
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
 
@@ -147,6 +148,8 @@ class StageCosts:
                 has an even share of its tokens and pairs, and all of its keys and values.
             recomputed: whether each micro-batch's layers run forward once more in its backward;
                 none if not given.
+            divided: whether ranks divide the keys and values of each micro-batch's slice; none do
+                if not given.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
@@ -196,6 +199,9 @@ class StageCosts:
             if merged.max(initial=1) > 1:
                 rates = [self.prefixes.merged_us[n.bit_length() - 1] for n in merged.tolist()]
                 result += np.array(rates).T * tokens
+            if any(divided):
+                shared = [self.prefixes.divided_us[n.bit_length() - 1] for n in merged.tolist()]
+                result += np.array(shared).transpose(1, 2, 0) * (rows * np.array(divided))
         if any(recomputed):
             ends_us = np.outer(self.ends_us or [0.0] * len(self.stages), own_tokens)
             result[1] += np.array(recomputed) * np.maximum(0, result[0] - ends_us)

@@ -163,6 +163,9 @@ class MicroBatchPlan:
     recomputed: bool = False
     """Whether its layers run forward once more in its backward pass, and keep nothing until then
     but their inputs, and the keys and values of a slice."""
+    divided: bool = False
+    """Whether context-parallel ranks divide the keys and values of its slice's document, and
+    gather them for each slice; else each has all of them."""
 
     @cached_property
     def length(self) -> int:
@@ -307,8 +310,8 @@ class StepPlan:
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
-                again = " recomputed" if m.recomputed else ""
-                sha.update(f"{m.sharding}{m.replicas or ''}{again}".encode())
+                said = " recomputed" * m.recomputed + " divided" * m.divided
+                sha.update(f"{m.sharding}{m.replicas or ''}{said}".encode())
                 for s in m.spans:
                     d = s.document
                     sha.update(

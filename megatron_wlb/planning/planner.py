@@ -102,6 +102,8 @@ class Units(NamedTuple):
     recomputed: Sequence[bool] = ()
     """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.recomputed`; none are if not
     given."""
+    divided: bool = False
+    """Of all slices: see :attr:`megatron_wlb.plan.MicroBatchPlan.divided`."""
 
 
 def each_rank(num_micro_batches: int, dp_size: int) -> int:
@@ -323,14 +325,20 @@ class Planner:
             for spans, replicas, recomputed in zip(own.spans, own.replicas, again, strict=True):
                 index = shared.setdefault(spans[0], len(every)) if replicas else len(every)
                 if index == len(every):
-                    every.append(self._micro_batch(index, spans, replicas, recomputed))
+                    cut = own.divided and bool(spans) and spans[0].is_slice
+                    every.append(self._micro_batch(index, spans, replicas, recomputed, cut))
                 indices.append(index)
             ranks.append(indices)
         every = self._sharded(every)
         return [[every[index] for index in indices] for indices in ranks]
 
     def _micro_batch(
-        self, index: int, spans: Sequence[Span], replicas: tuple[int, ...] = (), again: bool = False
+        self,
+        index: int,
+        spans: Sequence[Span],
+        replicas: tuple[int, ...] = (),
+        again: bool = False,
+        divided: bool = False,
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])
         multiple = merged_multiple(self.length_multiple, len(replicas))
@@ -345,6 +353,7 @@ class Planner:
             predicted_us=predicted_us / (len(replicas) or 1),
             replicas=replicas,
             recomputed=again,
+            divided=divided,
         )
 
     def _sharded(self, micro_batches: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
@@ -372,6 +381,7 @@ class Planner:
             predicted_us=micro_batch.predicted_us + waiting_us,
             sharding=chosen.sharding,
             recomputed=micro_batch.recomputed,
+            divided=micro_batch.divided,
         )
 
     def _waiting(self) -> tuple[int, int]:

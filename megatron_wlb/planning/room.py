@@ -106,7 +106,8 @@ class MemoryLimit(NamedTuple):
             multiple = merged_multiple(self.multiple, len(ranks))
             multiples = max(1, -(-sum(span.length for span in spans) // multiple))
             unit = unit_of(spans, multiples * multiple // (len(ranks) or 1))
-            held.append(unit._replace(ranks=ranks, recomputed=recomputed))
+            cut = units.divided and unit.slice is not None
+            held.append(unit._replace(ranks=ranks, recomputed=recomputed, divided=cut))
         return held
 
 

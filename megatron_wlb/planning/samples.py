@@ -174,7 +174,8 @@ def slice_samples(
             )
     chains = tuple(tuple(own.chains) for own in units)
     again = [own.recomputed or [False] * len(own.spans) for own in units]
-    return plan_of("slim", [own.spans for own in units], replica, chains, again)
+    divided = any(own.divided for own in units)
+    return plan_of("slim", [own.spans for own in units], replica, chains, again, divided)
 
 
 def plan_of(
@@ -183,8 +184,11 @@ def plan_of(
     replica: ReplicaCosts,
     chains: tuple[tuple[int, ...], ...] = (),
     recomputed: Sequence[Sequence[bool]] | None = None,
+    divided: bool = False,
 ) -> StepPlan:
-    """The plan of a step that runs ``[dp_size][micro-batches][spans]``, some ``recomputed``."""
+    """The plan of a step that runs ``[dp_size][micro-batches][spans]``, some ``recomputed``, and
+    their slices with keys and values ``divided`` or not.
+    """
     every = [spans for rank in ranks for spans in rank]
     lengths = [[span.length for span in spans] for spans in every]
     prefixes = [[span.start for span in spans] for spans in every]
@@ -194,7 +198,12 @@ def plan_of(
     rows = enumerate(zip(every, lengths, times_us.tolist(), again, strict=True))
     planned = iter(
         MicroBatchPlan(
-            n, tuple(spans), max(1, -(-sum(own) // multiple)) * multiple, us, recomputed=each
+            n,
+            tuple(spans),
+            max(1, -(-sum(own) // multiple)) * multiple,
+            us,
+            recomputed=each,
+            divided=divided and bool(spans) and spans[0].is_slice,
         )
         for n, (spans, own, us, each) in rows
     )

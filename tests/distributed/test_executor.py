@@ -312,8 +312,8 @@ def take_another_documents_keys(runner) -> Iterator[None]:
     store = runner.batches.slices
     right = store.slice
 
-    def wrong(span):
-        found = right(span)
+    def wrong(span, divided):
+        found = right(span, divided)
         if span.stop < span.document.length:
             return found
         return dataclasses.replace(found, document=(found.document[0] + 1, 0))

@@ -37,12 +37,13 @@ def measure_step(
     pad: int,
     chains: Sequence[int] = (),
     recomputed: Collection[int] = (),
+    divided: bool = False,
 ) -> MeasuredMemory:
     """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
 
     ``lengths`` are those of each micro-batch's documents; ``pad`` tokens of padding follow them.
-    The first ones of a chain of several are the slices of one document. ``recomputed`` are numbers
-    of micro-batches.
+    The first ones of a chain of several are the slices of one document, whose keys and values are
+    ``divided`` over context-parallel ranks or not. ``recomputed`` are numbers of micro-batches.
     """
     from megatron_wlb.runtime.stepping.optimizer import build_optimizer
 
@@ -68,6 +69,7 @@ def measure_step(
                     1.0,
                     Sharding("per-document"),
                     recomputed=index in recomputed,
+                    divided=divided and spans[0].is_slice,
                 )
             )
     with LiveBytes() as live:

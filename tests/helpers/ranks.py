@@ -115,6 +115,15 @@ def half_recomputed(plan: StepPlan) -> StepPlan:
     return dataclasses.replace(plan, micro_batches=tuple(ranks))
 
 
+def divided(plan: StepPlan) -> StepPlan:
+    """The same, the keys and values of all slices divided over context-parallel ranks."""
+    ranks = [
+        tuple(dataclasses.replace(m, divided=m.slice is not None) for m in own)
+        for own in plan.micro_batches
+    ]
+    return dataclasses.replace(plan, micro_batches=tuple(ranks))
+
+
 def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any]]:
     """Sets a rank's parameters to its shards of ``state``; returns where they lie, and them."""
     import torch

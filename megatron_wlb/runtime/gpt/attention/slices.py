@@ -14,6 +14,7 @@ in another to the slice's own (:class:`PrefixCall`).
 
 A layer of a document of ``L`` tokens holds ``2·L·G·D`` numbers in the activations' dtype from its
 first forward to its last backward, and as many of at least fp32 from its first backward on.
+Context-parallel ranks may divide both (:mod:`megatron_wlb.runtime.gpt.attention.divided`).
 
 Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G`` key/value heads,
 ``D`` head dimension.
@@ -59,9 +60,11 @@ def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, tor
 class Buffer:
     """The keys and values of one document in one layer, and their gradients."""
 
-    def __init__(self, length: int, like: torch.Tensor) -> None:
-        self.pair = like.new_empty(length, 2, *like.shape[1:])
-        """``[L, 2, G, D]``: see :func:`halves`."""
+    def __init__(self, length: int, like: torch.Tensor, num_shares: int = 1) -> None:
+        self.num_shares = num_shares
+        """Ranks that divide the rows."""
+        self.pair = like.new_empty(-(-length // num_shares), 2, *like.shape[1:])
+        """``[L, 2, G, D]``, or the share of this rank: see :func:`halves`."""
         self.grad: torch.Tensor | None = None
         """Gradients summed so far, of at least fp32; None before the first backward pass."""
         self.cuts = [0]
@@ -96,14 +99,14 @@ class SliceStore:
             self.buffers.clear()
             raise PlanError(
                 f"the step ends with document {document} open in layer {layer}, rows 0 to "
-                f"{buffer.cuts[-1]} of {len(buffer.pair)} there; run all its slices forward, and "
+                f"{buffer.cuts[-1]} there; run all its slices forward, and "
                 "then all backward"
             )
 
-    def slice(self, span: Span) -> Slice:
+    def slice(self, span: Span, divided: bool = False) -> Slice:
         """The handle of a slice whose queries are not laid out yet."""
         document = span.document
-        return Slice(self, document.key, span.start, span.stop, document.length)
+        return Slice(self, document.key, span.start, span.stop, document.length, divided=divided)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -125,6 +128,10 @@ class Slice:
     """The same queries, to the slice's own keys alone; None where there are no others."""
     before: Segments | None = None
     """All of them, to the rows before the slice, if there are any."""
+    divided: bool = False
+    """Whether context-parallel ranks divide the document's keys and values."""
+    first_row: int = 0
+    """The first row that any query sees, on whichever rank."""
     _in_parts: dict[int, Segments] = field(default_factory=dict)
 
     def before_in(self, parts: int) -> Segments:
@@ -262,7 +269,7 @@ class LayerSlice:
     joined_from: int | None = 2
     """Chunks from which on a kernel that tells log-sum-exps attends in two parts; None: never."""
 
-    def fill(self, key: torch.Tensor) -> Buffer:
+    def fill(self, key: torch.Tensor, num_shares: int = 1) -> Buffer:
         """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
 
         A slice follows the one before it. Or it is computed again for its own backward pass,
@@ -273,11 +280,17 @@ class LayerSlice:
         cut, buffers = self.slice, self.slice.store.buffers
         buffer = buffers.get(self._name)
         if buffer is None and cut.start == 0:
-            buffer = buffers[self._name] = Buffer(cut.length, key)
+            buffer = buffers[self._name] = Buffer(cut.length, key, num_shares)
         if buffer is None or not self._is_next(buffer):
             if buffer is None or buffer.grad is not None or buffer.cuts[-1] != cut.start:
                 self._refuse("forward", buffer)
             buffer.cuts.append(cut.stop)
+        if buffer.num_shares != num_shares:
+            raise PlanError(
+                f"rows {cut.start} to {cut.stop} of document {cut.document} are to be divided over "
+                f"{num_shares} ranks, those before over {buffer.num_shares}; give all slices of a "
+                "document the same"
+            )
         return buffer
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
