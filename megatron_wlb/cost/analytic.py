@@ -36,6 +36,7 @@ from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
 from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
+from megatron_wlb.cost.parts.feed_forward import FeedForward
 from megatron_wlb.cost.shape import Stage
 from megatron_wlb.cost.slices import PrefixCosts
 
@@ -271,6 +272,27 @@ class AnalyticModel(Executed):
             for stage in self.parallelism.stages(self.shape)
         )
 
+    def mlps_us(self) -> tuple[float, ...]:
+        """What a token's dense MLPs take in each virtual stage's forward, collectives too."""
+        return tuple(
+            sum((num * self._mlp_us(layer) for num, layer in self._runs(stage)[0]), 0.0)
+            for stage in self.parallelism.stages(self.shape)
+        )
+
+    def _mlp_us(self, layer: Layer) -> float:
+        shape, p, precisions = self.shape, self.parallelism, self._precisions(layer)
+        taken_us = 0.0
+        for part in layer.parts:
+            if isinstance(part, FeedForward):
+                weights = shape.hidden_size * part.matrix_numbers
+                products = part.product_numbers(shape.hidden_size, p)
+                numbers = part.elementwise_numbers / p.tp_size
+                taken_us += self._matrix_us(weights, precisions.matrix)
+                taken_us += self._traffic_us(products, precisions.matrix)
+                taken_us += self._elementwise_us(numbers * precisions.elementwise.element_bytes)
+                taken_us += self._tp_forward_us(2, weights, precisions)
+        return taken_us
+
     def stage_costs(self) -> tuple[DocumentCost, ...]:
         """Cost in each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``)."""
         stages = self.parallelism.stages(self.shape)
@@ -335,7 +357,7 @@ class AnalyticModel(Executed):
             return 0.0, 0.0
         keys = sum(part.key_size for part in layer.parts if part.reach_tokens is None)
         own_bytes = self._precisions(layer).attention.element_bytes
-        shown = 1 - machine.cp_overlap * self._beside_attention(layer)
+        shown = 1 - machine.cp_overlap  # The next layer's run beside this one's work.
 
         sum_bytes = max(_FP32, own_bytes)
 

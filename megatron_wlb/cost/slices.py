@@ -29,6 +29,11 @@ _TOGETHER = 256
 """Slices whose moments are worked out together, in some MB."""
 
 
+MLPS, LAYERS = 1, 2
+"""What of a micro-batch is recomputed: the dense MLPs of its layers, behind the norm; or all its
+layers, of which inputs alone are kept."""
+
+
 class Slice(NamedTuple):
     """Tokens ``[start, stop)`` of a document of ``length`` tokens."""
 
@@ -46,8 +51,9 @@ class Unit(NamedTuple):
     slice: Slice | None = None
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks that run it together; none of one that runs on its own."""
-    recomputed: bool = False
-    """Whether all its layers run forward once more in backward, so that little is kept."""
+    recomputed: int = 0
+    """What runs forward once more in backward, so that less is kept: nothing, :data:`MLPS` or
+    :data:`LAYERS`."""
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of the slice's document."""
 
@@ -188,12 +194,12 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
         if backward:
             tokens, once = kept + operation.backward, float(operation.weight_bytes)
             # Divided rows as they come and in their order, then with their gradients, then these
-            # as they go.
+            # as they go; those of the next layer come meanwhile.
             keys, sums = (0.0, 0.0) if operation.inner else own.tolist()
-            note(kept, once, 0.0, 0.0, 2 * keys)
-            note(tokens, once, operation.prefix, 0.0, keys + sums)
+            note(kept, once, 0.0, 0.0, 3 * keys)
+            note(tokens, once, operation.prefix, 0.0, 2 * keys + sums)
             sent = sums if in_fp32 else keys
-            note(tokens, once, 0.0, sent, sums, sent)
+            note(tokens, once, 0.0, sent, keys + sums, sent)
             inner = Tape(operation.inner)
             for again in (False, True) if operation.inner else ():
                 for more, weight, *rest in _moments(inner, again, None, in_fp32).T.tolist():
@@ -206,7 +212,7 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
             kept += saved(operation)
             given += operation.saved - saved(operation)
             keys = max((o.keys for o in operation.inner), default=operation.keys)
-            note(kept + given + working, 0.0, 0.0, keys, keys)
+            note(kept + given + working, 0.0, 0.0, 2 * keys, keys)
             if operation.keys:
                 given = 0.0
         left, done = left - own, done + own

@@ -99,7 +99,7 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.replicas`."""
     chains: list[int]
     """See :attr:`megatron_wlb.plan.StepPlan.chains`."""
-    recomputed: Sequence[bool] = ()
+    recomputed: Sequence[int] = ()
     """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.recomputed`; none are if not
     given."""
     divided: bool = False
@@ -321,7 +321,7 @@ class Planner:
         ranks = []
         for own in units:
             indices = []
-            again = own.recomputed or [False] * len(own.spans)
+            again = own.recomputed or [0] * len(own.spans)
             for spans, replicas, recomputed in zip(own.spans, own.replicas, again, strict=True):
                 index = shared.setdefault(spans[0], len(every)) if replicas else len(every)
                 if index == len(every):
@@ -337,7 +337,7 @@ class Planner:
         index: int,
         spans: Sequence[Span],
         replicas: tuple[int, ...] = (),
-        again: bool = False,
+        again: int = 0,
         divided: bool = False,
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])

@@ -173,7 +173,7 @@ def slice_samples(
                 "give a step fewer long samples"
             )
     chains = tuple(tuple(own.chains) for own in units)
-    again = [own.recomputed or [False] * len(own.spans) for own in units]
+    again = [own.recomputed or [0] * len(own.spans) for own in units]
     divided = any(own.divided for own in units)
     return plan_of("slim", [own.spans for own in units], replica, chains, again, divided)
 
@@ -183,7 +183,7 @@ def plan_of(
     ranks: Sequence[Sequence[Sequence[Span]]],
     replica: ReplicaCosts,
     chains: tuple[tuple[int, ...], ...] = (),
-    recomputed: Sequence[Sequence[bool]] | None = None,
+    recomputed: Sequence[Sequence[int]] | None = None,
     divided: bool = False,
 ) -> StepPlan:
     """The plan of a step that runs ``[dp_size][micro-batches][spans]``, some ``recomputed``, and
@@ -194,7 +194,7 @@ def plan_of(
     prefixes = [[span.start for span in spans] for spans in every]
     times_us = replica.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
     multiple = replica.scheme.length_multiple
-    again = [False] * len(every) if recomputed is None else list(chain.from_iterable(recomputed))
+    again = [0] * len(every) if recomputed is None else list(chain.from_iterable(recomputed))
     rows = enumerate(zip(every, lengths, times_us.tolist(), again, strict=True))
     planned = iter(
         MicroBatchPlan(

@@ -28,12 +28,15 @@ from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import product, takewhile
 from math import ceil, sqrt
-from operator import attrgetter, itemgetter, or_
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.graph import Floats, slice_graph
+from megatron_wlb.cost.slices import LAYERS
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span
@@ -288,19 +291,19 @@ class Slicer:
         if way not in self._tight:
             return [*replicas]
         assert self._memory is not None
-        together: set[Span] = set()
+        together: dict[Span, int] = {}
         chosen = []
         for at in range(0, len(replicas), self._alike):
             group = replicas[at : at + self._alike]
-            again = [False] * len(group[0].spans)
+            again = [0] * len(group[0].spans)
             for units in group:
-                given = [*map(or_, again, _shared(units, together))]
-                again = self._memory.recomputed(units, self._layout, given)
+                given = [*map(max, again, _shared(units, together))]
+                again = self._memory.recomputed(units, self._layout, given, self._again_us(units))
                 pairs = zip(units.spans, units.replicas, again, strict=True)
-                together |= {spans[0] for spans, ranks, each in pairs if ranks and each}
+                together |= {spans[0]: each for spans, ranks, each in pairs if ranks}
             chosen += [again] * len(group)
         return [
-            units._replace(recomputed=[*map(or_, again, _shared(units, together))])
+            units._replace(recomputed=[*map(max, again, _shared(units, together))])
             for units, again in zip(replicas, chosen, strict=True)
         ]
 
@@ -405,6 +408,14 @@ class Slicer:
         more = together, units.recomputed, divided
         times_us = self._costs.stages.times_us(lengths, None, prefixes, *more)
         return times_us, self._costs.p2p_us(tokens), tokens
+
+    def _again_us(self, units: Units) -> Floats:
+        """What it takes to recompute units, ``[3, units]``, by :attr:`.Unit.recomputed`."""
+        (forward_us, _), _, tokens = self._times_us(units._replace(recomputed=()))
+        together = np.array([len(replicas) or 1 for replicas in units.replicas])
+        given = forward_us, np.array(tokens) / together
+        kinds = range(LAYERS + 1)
+        return np.array([self._costs.stages.again_us(*given, kind).sum(axis=0) for kind in kinds])
 
     def _lay(self, dealt: _Dealt, group: int, way: Way) -> list[Units]:
         """Slices of the heavy documents one after another, then whole ones where work is missing;
@@ -537,9 +548,9 @@ class Slicer:
         return document.length if document.length - stop < multiple // 2 else stop
 
 
-def _shared(units: Units, together: set[Span]) -> list[bool]:
-    """Which of the units are of those that several replicas run together."""
+def _shared(units: Units, together: Mapping[Span, int]) -> list[int]:
+    """What is recomputed of units that several replicas run together, by the others."""
     return [
-        bool(ranks) and spans[0] in together
+        together.get(spans[0], 0) if ranks else 0
         for spans, ranks in zip(units.spans, units.replicas, strict=True)
     ]

@@ -107,8 +107,8 @@ class WlbConfig:
     )
     wlb_recompute: Literal["auto", "off"] = setting(
         "auto",
-        "`slim`: micro-batches for which a device has no room keep little, and run their layers "
-        "forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
+        "`slim`: micro-batches for which a device has no room keep little, and run their MLPs or "
+        "layers forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
     )
     wlb_slice_cache: Literal["auto", "whole", "divided"] = setting(
         "auto",

@@ -247,7 +247,7 @@ def _together(rank: Sequence[MicroBatchPlan]) -> list[int]:
     return [len(m.replicas) or 1 for m in rank]
 
 
-def _again(rank: Sequence[MicroBatchPlan]) -> list[bool]:
+def _again(rank: Sequence[MicroBatchPlan]) -> list[int]:
     return [m.recomputed for m in rank]
 
 

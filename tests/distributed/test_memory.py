@@ -16,7 +16,7 @@ from helpers.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 
 from megatron_wlb.cost import MemoryModel, Recompute
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
 from megatron_wlb.planning.from_config import padded_vocab_size, run_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -159,29 +159,31 @@ AGAIN = 0, 2, 3
 
 
 @pytest.mark.parametrize(
-    ("flags", "again", "divided"),
+    ("flags", "again", "divided", "what"),
     [
-        (f"{LLAMA} {VPP}", (), False),
-        further(f"{GROUPED} {PP}", (), False),
-        (f"{LLAMA} {PP}", AGAIN, False),
-        further(f"{GROUPED} {PP}", AGAIN, False),
-        (f"{LLAMA} {PP} {CP}", (), False),
-        (f"{LLAMA} {PP} {CP}", (), True),
-        (f"{LLAMA} {PP} {CP}", AGAIN, True),
-        further(f"{LLAMA} {VPP} {CP} {BF16}", (), True),
-        further(f"{LLAMA} {CP}", (), True),
+        (f"{LLAMA} {VPP}", (), False, 0),
+        further(f"{GROUPED} {PP}", (), False, 0),
+        (f"{LLAMA} {PP}", AGAIN, False, LAYERS),
+        further(f"{GROUPED} {PP}", AGAIN, False, LAYERS),
+        (f"{LLAMA} {PP}", AGAIN, False, MLPS),
+        further(f"{LLAMA} {PP} {BF16}", AGAIN, False, MLPS),
+        (f"{LLAMA} {PP} {CP}", (), False, 0),
+        (f"{LLAMA} {PP} {CP}", (), True, 0),
+        (f"{LLAMA} {PP} {CP}", AGAIN, True, LAYERS),
+        further(f"{LLAMA} {VPP} {CP} {BF16}", (), True, 0),
+        further(f"{LLAMA} {CP}", (), True, 0),
     ],
 )
 def test_predicted_memory_of_slices_is_what_a_step_holds(
-    gloo: GlooPool, flags: str, again: tuple[int, ...], divided: bool
+    gloo: GlooPool, flags: str, again: tuple[int, ...], divided: bool, what: int
 ) -> None:
     config = settings(flags, len(SLICED))
     p = config.parallel
     pp_size, cp_size = p.pipeline_model_parallel_size, p.context_parallel_size
     world_size = pp_size * cp_size
     lengths, padding = (SLICED, PADDING) if cp_size == 1 else (EVEN, 4)
-    measured = gloo.run(world_size, measure_step, config, lengths, padding, CHAINS, again, divided)
-    measured = measured[::cp_size]
+    known = config, lengths, padding, CHAINS, again, divided, what
+    measured = gloo.run(world_size, measure_step, *known)[::cp_size]
     model = run_of(config, padded_vocab_size(config, VOCAB_SIZE), 1).memory
     units: list[Unit] = []
     at = 0
@@ -190,7 +192,7 @@ def test_predicted_memory_of_slices_is_what_a_step_holds(
         length, start = sum(one[0] for one in own), 0
         for one in own:
             cut = Slice(0, start, start + one[0], length) if number > 1 else None
-            unit = Unit(sum(one) + padding, cut, recomputed=len(units) in again)
+            unit = Unit(sum(one) + padding, cut, recomputed=what * (len(units) in again))
             units.append(unit._replace(divided=divided and cut is not None))
             start += one[0]
     for rank, (found, actions) in enumerate(

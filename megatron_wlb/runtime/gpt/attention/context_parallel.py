@@ -319,7 +319,7 @@ class _Run:
             size = 1 if self._rows is None else self._rows.group.size()
             opened += self._heads(self.cut.fill(like, size).pair)
             if self._rows is not None:
-                gathered = Gathered(self._rows, [*opened], self._rows.start)
+                gathered = self.cut.gathered(self._rows, self._heads, self._rows.start)
         parts = self._head_start(query, key)
         begun: list[JoinedCall] = []
 
@@ -360,10 +360,10 @@ class _Run:
         opened: tuple[torch.Tensor, ...] = ()
         again = None
         if self.cut is not None:
-            buffer, sums = self.cut.turn()
+            _, sums = self.cut.turn()
             opened = self._heads(sums)
             if self._rows is not None and not self.parallel.keep_gathered:
-                again = Gathered(self._rows, self._heads(buffer.pair), self._rows.stop)
+                again = self.cut.gathered(self._rows, self._heads, self._rows.stop)
         pairs = [part.pair for part in parts]
         gathered = iter(pairs)
         joined = parts[0].calls[-1] if parts[0].calls else None

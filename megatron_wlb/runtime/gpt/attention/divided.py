@@ -11,7 +11,7 @@ heads of a head group, ``D`` head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,8 @@ class Gathered:
     def __init__(self, rows: Rows, shares: Sequence[torch.Tensor], stop: int) -> None:
         self.rows, self._shares, self._stop = rows, shares, stop
         self._next = 0
+        self.then: Callable[[], object] = int
+        """What is to be done when the last group's have come."""
         self._started = rows.start_gather(shares[0], stop)
 
     def take(self, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -155,6 +157,8 @@ class Gathered:
         self._next += 1
         if self._next < len(self._shares):
             self._started = self.rows.start_gather(self._shares[self._next], self._stop)
+        else:
+            self.then()
         if into is None:
             into = share.new_empty(self.rows.stop, *share.shape[1:])
         else:

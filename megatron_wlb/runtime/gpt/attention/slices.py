@@ -22,9 +22,9 @@ Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
@@ -34,9 +34,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from megatron_wlb.cost.attention import TILE, key_parts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Span
+from megatron_wlb.runtime.gpt.attention.divided import Gathered, Rows
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, join
 
+Heads: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""Takes a tensor apart in head groups."""
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
 
@@ -80,6 +83,8 @@ class SliceStore:
         """By document and layer number."""
         self.choices: dict[tuple[Key, Any], dict[int, Any]] = {}
         """What a router notes of a document's slices, by where they start; until the next step."""
+        self.ahead: tuple[tuple[tuple[Key, int], int, int], Gathered] | None = None
+        """What a layer gathers already of another one's rows: whose, from which to which."""
 
     def begin(self, forward_only: bool) -> None:
         """Starts a step; what a failed one has left is dropped.
@@ -88,6 +93,7 @@ class SliceStore:
         """
         self.buffers.clear()
         self.choices.clear()
+        self.ahead = None
         self.forward_only = forward_only
 
     def end(self) -> None:
@@ -292,6 +298,32 @@ class LayerSlice:
                 "document the same"
             )
         return buffer
+
+    def gathered(self, rows: Rows, heads: Heads, stop: int) -> Gathered:
+        """The rows up to ``stop`` of all head groups of a divided buffer, under way.
+
+        When the last group's are there, those of the layer that comes next are begun, so that they
+        come while this one works: of the next layer in forward, in backward of the one before.
+        """
+        store = self.slice.store
+        name = self._name, rows.first, stop
+        if store.ahead is not None and store.ahead[0] == name:
+            (_, found), store.ahead = store.ahead, None
+        else:
+            found = Gathered(rows, heads(store.buffers[self._name].pair), stop)
+        found.then = partial(self._begin_next, rows, heads, stop)
+        return found
+
+    def _begin_next(self, rows: Rows, heads: Heads, stop: int) -> None:
+        """What is not taken after all does no harm: these rows stay as they are."""
+        cut, store, backward = self.slice, self.slice.store, stop == self.slice.stop
+        name = cut.document, self.layer + (-1 if backward else 1)
+        buffer = store.buffers.get(name)
+        if buffer is None or buffer.num_shares == 1:
+            return
+        comes = buffer.grad is None and buffer.cuts[-1] == cut.start
+        if self._is_next(buffer) if backward else comes:
+            store.ahead = (name, rows.first, stop), Gathered(rows, heads(buffer.pair), stop)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slice's own rows of a buffer's tensor."""
