@@ -80,7 +80,7 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
 
 
 def _columns(actions: Sequence[Action]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Of each action whether it is a backward, its chunk and its micro-batch."""
+    """Whether each action is a backward, its chunk and its micro-batch."""
     rows = [(action.kind == "B", action.chunk, action.micro_batch) for action in actions]
     is_backward, chunks, numbers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return is_backward, chunks, numbers

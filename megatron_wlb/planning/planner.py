@@ -103,7 +103,7 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.recomputed`; none are if not
     given."""
     divided: bool = False
-    """Of all slices: see :attr:`megatron_wlb.plan.MicroBatchPlan.divided`."""
+    """:attr:`megatron_wlb.plan.MicroBatchPlan.divided` of all slices."""
 
 
 def each_rank(num_micro_batches: int, dp_size: int) -> int:

@@ -49,6 +49,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
         2,
         PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "eval_interval": 2, "eval_iters": 2},
     ),
+    "cp2-divided": (2, {"context_parallel_size": 2, "wlb_slice_cache": "divided"}),
 }
 TIGHT: Flags = {"wlb_memory_gib": 0.002}
 """Less than some steps need, unless they recompute."""
