@@ -81,9 +81,9 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
 
 def _columns(actions: Sequence[Action]) -> tuple[npt.NDArray[np.int64], ...]:
     """Whether each action is a backward, its chunk and its micro-batch."""
-    rows = [(action.kind == "B", action.chunk, action.micro_batch) for action in actions]
-    is_backward, chunks, numbers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    return is_backward, chunks, numbers
+    backward = np.array([action.kind == "B" for action in actions], dtype=np.int64)
+    chunks = np.array([action.chunk for action in actions], dtype=np.int64)
+    return backward, chunks, np.array([action.micro_batch for action in actions], dtype=np.int64)
 
 
 class ActivationBytes(NamedTuple):
@@ -383,11 +383,11 @@ class MemoryModel(Executed):
         tables: dict[tuple[str, int], Floats] = {}  # equal chunks share one
         for kind, tape in product("FB", {id(tape): tape for tape in tapes}.values()):
             known = self._known(tape, kind, units)
-            tables[kind, id(tape)] = np.array([known[unit] for unit in units])
+            rows = np.fromiter(chain.from_iterable(known[unit] for unit in units), np.float64)
+            tables[kind, id(tape)] = rows.reshape(-1, 3)
         every = np.array([[tables[kind, id(tape)] for tape in tapes] for kind in "FB"])
         is_backward, chunks, numbers = _columns(actions)
-        rows = every[is_backward, chunks, numbers]
-        let_go, peaks, keeps = rows.reshape(-1, 3).T
+        let_go, peaks, keeps = every[is_backward, chunks, numbers].T
         # An action's peak contains what it keeps itself, and not what it lets go of.
         kept = np.cumsum(np.stack([-let_go, keeps], axis=1)).reshape(-1, 2)
         peaks = kept[:, 0] + np.array(in_transit) + peaks
