@@ -36,6 +36,7 @@ from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
 from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
+from megatron_wlb.cost.parts.feed_forward import FeedForward
 from megatron_wlb.cost.shape import Stage
 from megatron_wlb.cost.slices import PrefixCosts
 
@@ -271,6 +272,27 @@ class AnalyticModel(Executed):
             for stage in self.parallelism.stages(self.shape)
         )
 
+    def mlps_us(self) -> tuple[float, ...]:
+        """What a token's dense MLPs take in each virtual stage's forward, collectives too."""
+        return tuple(
+            sum((num * self._mlp_us(layer) for num, layer in self._runs(stage)[0]), 0.0)
+            for stage in self.parallelism.stages(self.shape)
+        )
+
+    def _mlp_us(self, layer: Layer) -> float:
+        shape, p, precisions = self.shape, self.parallelism, self._precisions(layer)
+        taken_us = 0.0
+        for part in layer.parts:
+            if isinstance(part, FeedForward):
+                weights = shape.hidden_size * part.matrix_numbers
+                products = part.product_numbers(shape.hidden_size, p)
+                numbers = part.elementwise_numbers / p.tp_size
+                taken_us += self._matrix_us(weights, precisions.matrix)
+                taken_us += self._traffic_us(products, precisions.matrix)
+                taken_us += self._elementwise_us(numbers * precisions.elementwise.element_bytes)
+                taken_us += self._tp_forward_us(2, weights, precisions)
+        return taken_us
+
     def stage_costs(self) -> tuple[DocumentCost, ...]:
         """Cost in each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``)."""
         stages = self.parallelism.stages(self.shape)
@@ -311,9 +333,44 @@ class AnalyticModel(Executed):
             for k in range(p.dp_size.bit_length())
         )
         num_heads = -(-self.shape.num_attention_heads // p.tp_size)
-        return PrefixCosts(
-            num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us), merged_us
+        rows_us = [
+            [[(num, self._rows_us(layer, 1 << k)) for num, layer in runs] for runs in stages]
+            for k in range(p.dp_size.bit_length())
+        ]
+        forward_us, backward_us = (
+            [tuple(sum((n * us[at] for n, us in own), 0.0) for own in each) for each in rows_us]
+            for at in (0, 1)
         )
+        divided_us = tuple(zip(forward_us, backward_us, strict=True))
+        return PrefixCosts(
+            num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us), merged_us, divided_us
+        )
+
+    def _rows_us(self, layer: Layer, num_replicas: int) -> tuple[float, float]:
+        """What the exchange of a slice's row takes in forward and in backward, where the CP ranks
+        of so many replicas divide it: it is gathered in both and put in its place, and its
+        gradients are reduced. Layers of a sliding window see few.
+        """
+        p, machine = self.parallelism, self.hardware
+        num_ranks = p.cp_size * num_replicas
+        if num_ranks == 1:
+            return 0.0, 0.0
+        keys = sum(part.key_size for part in layer.parts if part.reach_tokens is None)
+        own_bytes = self._precisions(layer).attention.element_bytes
+        shown = 1 - machine.cp_overlap  # The next layer's run beside this one's work.
+
+        sum_bytes = max(_FP32, own_bytes)
+
+        def taken_us(each_bytes: int, copied: int) -> float:
+            numbers = 2 * keys / p.tp_size
+            received = numbers * each_bytes * (num_ranks - 1) / num_ranks
+            sent_us = machine.transfer_us(received, p.tp_size * num_ranks, num_ranks)
+            return shown * sent_us + machine.memory_us(numbers * copied)
+
+        forward_us = taken_us(own_bytes, 2 * own_bytes)
+        sent_bytes = sum_bytes if self.execution.reduce_in_fp32 else own_bytes
+        # Sums are set to zero, and copied in the order in which they go.
+        return forward_us, forward_us + taken_us(sent_bytes, 2 * sum_bytes + sent_bytes)
 
     def _merged_us(self, layer: Layer, num_replicas: int) -> float:
         """What a token's keys and values take more on each of so many replicas together than their

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import Action, schedule
 from megatron_wlb.cost.shape import Parallelism, Recompute, Stage
-from megatron_wlb.cost.slices import SliceTape, Unit
+from megatron_wlb.cost.slices import LAYERS, MLPS, SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
@@ -35,6 +35,8 @@ from megatron_wlb.errors import ConfigError
 GIB = 2**30
 MOST_KNOWN = 2**16
 """Micro-batches whose bytes are remembered, of each kind of chunk and pass."""
+_RECOMPUTES = {MLPS: Recompute("mlp"), LAYERS: Recompute("full", "uniform", 1)}
+"""What may be recomputed of single micro-batches."""
 MOST_DOUBLINGS = 32
 """S_max is looked for up to so many doublings of the shortest micro-batch."""
 
@@ -75,6 +77,13 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
     """2³⁰ bytes of a device that are no tensors: CUDA context and communicators' buffers."""
     mib = hardware.context_mib + num_communicators(parallelism) * hardware.communicator_mib
     return mib / 1024
+
+
+def _columns(actions: Sequence[Action]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Whether each action is a backward, its chunk and its micro-batch."""
+    backward = np.array([action.kind == "B" for action in actions], dtype=np.int64)
+    chunks = np.array([action.chunk for action in actions], dtype=np.int64)
+    return backward, chunks, np.array([action.micro_batch for action in actions], dtype=np.int64)
 
 
 class ActivationBytes(NamedTuple):
@@ -311,11 +320,13 @@ class MemoryModel(Executed):
         return [[tapes[stage] for stage in self._stages[r::pp_size]] for r in range(pp_size)]
 
     @cached_property
-    def _again(self) -> dict[int, Tape]:
-        """By the tape of a chunk, that of a micro-batch of which all layers are recomputed."""
-        full = self.executed(recompute=Recompute("full", "uniform", 1))
-        pairs = zip(chain(*self._tapes), chain(*full._tapes), strict=True)
-        return {id(own): again for own, again in pairs}
+    def _again(self) -> dict[tuple[int, int], Tape]:
+        """By the tape of a chunk and what is recomputed of a micro-batch, the tape of that."""
+        again: dict[tuple[int, int], Tape] = {}
+        for what, recompute in _RECOMPUTES.items():
+            tapes = chain(*self.executed(recompute=recompute)._tapes)
+            again |= {(id(own), what): t for own, t in zip(chain(*self._tapes), tapes, strict=True)}
+        return again
 
     @cached_property
     def _slice_tapes(self) -> dict[int, SliceTape]:
@@ -369,10 +380,14 @@ class MemoryModel(Executed):
         in_transit: Sequence[float],
     ) -> list[ActivationBytes]:
         tapes = self._tapes[pp_rank]
-        known = {(kind, at): self._known(tapes[at], kind, units)
-                 for kind in "FB" for at in range(len(tapes))}  # fmt: skip
-        rows = [known[a.kind, a.chunk][units[a.micro_batch]] for a in actions]
-        let_go, peaks, keeps = np.array(rows).reshape(-1, 3).T
+        tables: dict[tuple[str, int], Floats] = {}  # equal chunks share one
+        for kind, tape in product("FB", {id(tape): tape for tape in tapes}.values()):
+            known = self._known(tape, kind, units)
+            rows = np.fromiter(chain.from_iterable(known[unit] for unit in units), np.float64)
+            tables[kind, id(tape)] = rows.reshape(-1, 3)
+        every = np.array([[tables[kind, id(tape)] for tape in tapes] for kind in "FB"])
+        is_backward, chunks, numbers = _columns(actions)
+        let_go, peaks, keeps = every[is_backward, chunks, numbers].T
         # An action's peak contains what it keeps itself, and not what it lets go of.
         kept = np.cumsum(np.stack([-let_go, keeps], axis=1)).reshape(-1, 2)
         peaks = kept[:, 0] + np.array(in_transit) + peaks
@@ -395,8 +410,9 @@ class MemoryModel(Executed):
             known.clear()
             new = dict.fromkeys(units)
         known |= self._worked_out(tape, kind, [unit for unit in new if not unit.recomputed])
-        if again := [unit for unit in new if unit.recomputed]:
-            known |= self._worked_out(self._again[id(tape)], kind, again)
+        for what in _RECOMPUTES:
+            if again := [unit for unit in new if unit.recomputed == what]:
+                known |= self._worked_out(self._again[id(tape), what], kind, again)
         return known
 
     def _worked_out(
@@ -413,7 +429,10 @@ class MemoryModel(Executed):
                 table = np.array([saved, tape.backward_peak_bytes(num_tokens), none])
             known |= zip(whole, map(tuple, table.T.tolist()), strict=True)
         if cut:
-            slices = self._slice_tapes.setdefault(id(tape), SliceTape(tape))
+            slices = self._slice_tapes.setdefault(
+                id(tape),
+                SliceTape(tape, self.parallelism.cp_size, self.execution.reduce_in_fp32),
+            )
             table = slices.action_bytes(kind, cut)
             known |= zip(cut, map(tuple, table.T.tolist()), strict=True)
         return known
@@ -428,21 +447,20 @@ class MemoryModel(Executed):
         """
         p = self.parallelism
         per_token = self.element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
-        ends = {"F": (0, 0), "B": (p.pp_size - 1, p.vpp_size - 1)}
-
-        def moved(kind: str, action: Action) -> float:
-            """What it receives as that kind does; what one of the other kind sends."""
-            is_end = (pp_rank, action.chunk) == ends[kind]
-            return 0.0 if is_end else per_token * units[action.micro_batch].num_tokens
-
-        result, coming = [], {"F": 0.0, "B": 0.0}
-        for action in reversed(actions):
-            result.append(coming["F"] + coming["B"])
-            coming[action.kind] = moved(action.kind, action)
-        result.reverse()
-        for at, action in enumerate(actions[:-1], start=1):
-            result[at] += moved("B" if action.kind == "F" else "F", action)
-        return result
+        backward, chunks, numbers = _columns(actions)
+        moved = per_token * np.array([unit.num_tokens for unit in units])[numbers]
+        # The first stage receives no activations, and sends no gradients; the last one likewise.
+        first, last = (pp_rank == at for at in (0, p.pp_size - 1))
+        at_first, at_last = first & (chunks == 0), last & (chunks == p.vpp_size - 1)
+        comes = np.where(np.where(backward, at_last, at_first), 0.0, moved)
+        goes = np.where(np.where(backward, at_first, at_last), 0.0, moved)
+        result = np.zeros(len(actions))
+        for kind in (0, 1):  # the next one of each kind arrives
+            of_kind = np.flatnonzero(backward == kind)
+            following = np.searchsorted(of_kind, np.arange(len(actions)), side="right")
+            result += np.append(comes[of_kind], 0.0)[following]
+        result[1:] += goes[:-1]
+        return list(result.tolist())
 
     def _in_transit_bytes(
         self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]

@@ -358,8 +358,9 @@ class Parallelism:
 class Recompute:
     """Which activations the backward pass computes again, as Megatron's flags have it."""
 
-    granularity: Literal["selective", "full"] | None = None
-    """``selective`` is core attention; ``full`` is whole layers."""
+    granularity: Literal["selective", "full", "mlp"] | None = None
+    """``selective`` is core attention; ``full`` is whole layers; ``mlp`` is dense MLPs behind their
+    norms, of single micro-batches of slices."""
     method: Literal["uniform", "block"] | None = None
     """``uniform``: all layers, in groups of ``num_layers`` of which only the input is kept.
     ``block``: the first ``num_layers`` of each model chunk, each for itself."""

@@ -3,7 +3,8 @@
 The slices of a document run forward first to last and backward last to first. In each layer the
 document's keys and values have one buffer on the rank. It is allocated whole in the forward of the
 first slice, and freed in its backward. From the backward of the last slice on there is one of as
-many fp32 numbers for their gradients. Context-parallel ranks each hold all of both.
+many fp32 numbers for their gradients. Context-parallel ranks each hold all of both, or divide
+them. Then the layer that runs has the rows before the slice and its own once more, all of them.
 
 A slice's attention works on views of the buffer. Where a micro-batch is a slice and nothing else,
 autograd keeps neither its keys and values nor, with queries of their own, the product that they are
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,11 @@ from megatron_wlb.cost.tape import Operation, Tape
 
 _TOGETHER = 256
 """Slices whose moments are worked out together, in some MB."""
+
+
+MLPS, LAYERS = 1, 2
+"""What of a micro-batch is recomputed: the dense MLPs of its layers, behind the norm; or all its
+layers, of which inputs alone are kept."""
 
 
 class Slice(NamedTuple):
@@ -45,8 +51,11 @@ class Unit(NamedTuple):
     slice: Slice | None = None
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks that run it together; empty if one rank runs it alone."""
-    recomputed: bool = False
-    """Whether all its layers run forward once more in backward, so that little is kept."""
+    recomputed: int = 0
+    """What runs forward once more in backward, so that less is kept: nothing, :data:`MLPS` or
+    :data:`LAYERS`."""
+    divided: bool = False
+    """Whether context-parallel ranks divide the keys and values of the slice's document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,9 @@ class PrefixCosts:
     """By how much 1, 2, 4, … data-parallel ranks that run a unit together take longer for its keys
     and values than their shares of one rank's time: µs a token of the unit, in the forward of each
     virtual stage and as much in its backward."""
+    divided_us: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...] = ()
+    """What the exchange of a row before the slice takes, where 1, 2, 4, … data-parallel ranks'
+    context-parallel ranks divide these: µs in the forward and backward of each virtual stage."""
 
     def idle(self, num_tokens: int) -> float:
         """By how much longer the forward of so many queries takes than on a device that is full."""
@@ -73,15 +85,15 @@ class PrefixCosts:
         return 1 / filled(blocks * parts, self.num_processors)
 
 
-def _buffers(backward: bool, start: Floats, stop: Floats, length: Floats) -> tuple[Floats, ...]:
+def _buffers(backward: bool, start: Floats, goes_on: Any, length: Floats) -> tuple[Floats, ...]:
     """Tokens of the documents' buffers around slices' actions: keys and gradients, before, after.
 
-    ``[slices]`` each.
+    ``[slices]`` each; ``goes_on`` says whether the document does behind the slice.
     """
     left = np.where(start > 0, length, 0.0)
     if not backward:
         return left, 0 * length, length, 0 * length
-    return length, np.where(stop < length, length, 0.0), left, left
+    return length, np.where(goes_on, length, 0.0), left, left
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,9 @@ class SliceTape:
     """What a chunk's tape keeps and needs for slices."""
 
     tape: Tape
+    cp_size: int = 1
+    in_fp32: bool = False
+    """Whether context-parallel ranks sum gradients of keys and values in fp32."""
 
     def action_bytes(self, kind: str, units: Sequence[Unit]) -> Floats:
         """What actions let go of, the most alive while they run, and what they keep.
@@ -96,23 +111,29 @@ class SliceTape:
         ``[3, units]``, which all run slices. The buffers of a slice's document are in all three.
         """
         table = [
-            (u.num_tokens, len(u.ranks) or 1, *u.slice[1:]) for u in units if u.slice is not None
+            (u.num_tokens, len(u.ranks) or 1, u.divided, *u.slice[1:])
+            for u in units
+            if u.slice is not None
         ]
-        num_tokens, num_ranks, start, stop, length = np.array(table, dtype=np.float64).T
+        num_tokens, num_ranks, divided, start, stop, length = np.array(table, dtype=np.float64).T
         backward = kind == "B"
-        held = _buffers(backward, start, stop, length)
+        share = np.where(divided, 1 / (self.cp_size * num_ranks), 1.0)
+        length, is_divided = length * share, share < 1
+        held = _buffers(backward, start, stop < length / share, length)
         # In backward, the kernel of the layer that runs gives gradients of the keys before the
         # slice, too, besides those of its own that the tape has.
         own = length + start if backward else length
         buffers = [held[0], own, held[2], held[1], length * backward, held[3]]
-        coefficients = np.array([num_tokens, num_tokens**0, *buffers, start])
+        # The rows that are gathered, all that are seen, and what of the former is got back.
+        rows = is_divided * np.array([start, stop, start * share])
+        coefficients = np.array([num_tokens, num_tokens**0, *buffers, start, *rows])
         # Not beside padding either, which is attended to as a document.
         alone = stop - start == num_tokens * num_ranks
         peak = np.empty(len(units))
         for kind_of in (False, True):
-            rows, at = self._rows[backward, kind_of], np.flatnonzero(alone == kind_of)
+            moments, at = self._rows[backward, kind_of], np.flatnonzero(alone == kind_of)
             for some in np.split(at, range(_TOGETHER, len(at), _TOGETHER)):
-                parts = rows[:, :, None] * coefficients[:, None, some]
+                parts = moments[:, :, None] * coefficients[:, None, some]
                 peak[some] = parts.sum(axis=0).max(axis=0, initial=0.0)
         saved = np.where(alone, self._saved[True], self._saved[False]) * num_tokens
         keys, gradients = self._buffers
@@ -136,18 +157,19 @@ class SliceTape:
     @cached_property
     def _rows(self) -> dict[tuple[bool, bool], Floats]:
         return {
-            (backward, alone): _moments(self.tape, backward, alone)
+            (backward, alone): _moments(self.tape, backward, alone, self.in_fp32)
             for backward in (False, True)
             for alone in (False, True)
         }
 
 
-def _moments(tape: Tape, backward: bool, alone: bool | None) -> Floats:
-    """What is alive in each moment of a pass, ``[9, moments]``, by what it grows with.
+def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> Floats:
+    """What is alive in each moment of a pass, ``[12, moments]``, by what it grows with.
 
     Tokens; once; then the buffers of layers that have not run, that run now and that have run: of
-    keys, and of their gradients; keys of the slices before. Of layers that are run again, ``alone``
-    None counts all that whole documents keep.
+    keys, and of their gradients; keys of the slices before. Then, where ranks divide the buffers,
+    these keys, those of the slice besides, and this rank's share of the former. Of layers that are
+    run again, ``alone`` None counts all that whole documents keep.
     """
 
     def saved(operation: Operation) -> float:
@@ -162,20 +184,26 @@ def _moments(tape: Tape, backward: bool, alone: bool | None) -> Floats:
     given = 0.0  # to attention, which does not keep it
     moments: list[list[float]] = []
 
-    def note(tokens: float, once: float, prefix: float = 0.0) -> None:
+    def note(tokens: float, once: float, *rows: float) -> None:
         alive = np.stack([left - own, own, done], axis=1)
-        moments.append([tokens, once, *alive.ravel().tolist(), prefix])
+        moments.append([tokens, once, *alive.ravel().tolist(), *rows, *[0.0] * (4 - len(rows))])
 
     note(kept, 0.0)
     for operation in reversed(operations) if backward else operations:
         own = np.array([operation.keys, operation.gradients])
         if backward:
             tokens, once = kept + operation.backward, float(operation.weight_bytes)
-            note(tokens, once, operation.prefix)
+            # Divided rows as they come and in their order, then with their gradients, then these
+            # as they go; those of the next layer come meanwhile.
+            keys, sums = (0.0, 0.0) if operation.inner else own.tolist()
+            note(kept, once, 0.0, 0.0, 3 * keys)
+            note(tokens, once, operation.prefix, 0.0, 2 * keys + sums)
+            sent = sums if in_fp32 else keys
+            note(tokens, once, 0.0, sent, keys + sums, sent)
             inner = Tape(operation.inner)
             for again in (False, True) if operation.inner else ():
-                for more, weight, *_, prefix in _moments(inner, again, None).T.tolist():
-                    note(tokens + more, once + weight, prefix)
+                for more, weight, *rest in _moments(inner, again, None, in_fp32).T.tolist():
+                    note(tokens + more, once + weight, *rest[6:])
             kept -= saved(operation)
         else:
             working = operation.forward
@@ -183,7 +211,8 @@ def _moments(tape: Tape, backward: bool, alone: bool | None) -> Floats:
                 working = max(o.forward + o.saved for o in operation.inner)
             kept += saved(operation)
             given += operation.saved - saved(operation)
-            note(kept + given + working, 0.0)
+            keys = max((o.keys for o in operation.inner), default=operation.keys)
+            note(kept + given + working, 0.0, 0.0, 2 * keys, keys)
             if operation.keys:
                 given = 0.0
         left, done = left - own, done + own

@@ -24,7 +24,7 @@ from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import PrefixCosts
+from megatron_wlb.cost.slices import LAYERS, MLPS, PrefixCosts
 from megatron_wlb.errors import ConfigError
 
 BACKWARD_OVERHEAD = 2 / 3
@@ -64,6 +64,8 @@ class StageCosts:
     ends_us: tuple[float, ...] = ()
     """µs a token of each stage's forward that a recomputed micro-batch does not run once more: the
     embedding and the LM head. None if not given."""
+    mlps_us: tuple[float, ...] = ()
+    """µs a token of the dense MLPs in each stage's forward. All of it if not given."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -106,7 +108,7 @@ class StageCosts:
         if whole.reach_tokens is not None and not isinstance(cost, DocumentCost):
             known = {stage: _Like(cost, stage, whole, 1 / len(stages)) for stage in set(stages)}
             parts_of = tuple(known[stage] for stage in stages)
-            return cls(parts_of, model.prefix_costs(), ends_us=model.ends_us())
+            return cls(parts_of, model.prefix_costs(), (), model.ends_us(), model.mlps_us())
         names = [f.name for f in fields(DocumentCost)][:-1]
         parts: dict[tuple[float, ...], StageCost] = {}
         result = []
@@ -120,7 +122,7 @@ class StageCosts:
             if shares not in parts:
                 parts[shares] = _part(cost, *shares)
             result.append(parts[shares])
-        return cls(tuple(result), model.prefix_costs(), ends_us=model.ends_us())
+        return cls(tuple(result), model.prefix_costs(), (), model.ends_us(), model.mlps_us())
 
     def times_us(
         self,
@@ -128,7 +130,8 @@ class StageCosts:
         attention_scale: npt.ArrayLike | None = None,
         prefixes: Sequence[Sequence[int]] | None = None,
         replicas: Sequence[int] | None = None,
-        recomputed: Sequence[bool] = (),
+        recomputed: Sequence[int] = (),
+        divided: Sequence[bool] = (),
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
 
@@ -145,8 +148,10 @@ class StageCosts:
                 none if not given.
             replicas: data-parallel ranks that run each micro-batch together; 1 if not given. Each
                 has an even share of its tokens and pairs, and all of its keys and values.
-            recomputed: whether each micro-batch's layers run forward once more in its backward;
-                none if not given.
+            recomputed: what of each micro-batch runs forward once more in its backward, as
+                :attr:`.Unit.recomputed`; nothing if not given.
+            divided: whether ranks divide the keys and values of each micro-batch's slice; none do
+                if not given.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
@@ -196,13 +201,26 @@ class StageCosts:
             if merged.max(initial=1) > 1:
                 rates = [self.prefixes.merged_us[n.bit_length() - 1] for n in merged.tolist()]
                 result += np.array(rates).T * tokens
+            if any(divided):
+                shared = [self.prefixes.divided_us[n.bit_length() - 1] for n in merged.tolist()]
+                result += np.array(shared).transpose(1, 2, 0) * (rows * np.array(divided))
         if any(recomputed):
-            ends_us = np.outer(self.ends_us or [0.0] * len(self.stages), own_tokens)
-            result[1] += np.array(recomputed) * np.maximum(0, result[0] - ends_us)
+            result[1] += self.again_us(result[0], own_tokens, recomputed)
         if self.launches_us:
             taken_us = np.maximum(result.sum(axis=(0, 2)), LEAST_US)
             result *= np.maximum(1, num * np.array(self.launches_us) / taken_us)[:, None]
         return result
+
+    def again_us(self, forward_us: Floats, tokens: Floats, recomputed: npt.ArrayLike) -> Floats:
+        """What runs forward once more takes, ``[S, N]``, by the forwards and the tokens of a rank.
+
+        ``recomputed`` is as in :meth:`times_us`, or the same of all.
+        """
+        again = np.asarray(recomputed)
+        layers_us = np.maximum(0, forward_us - np.outer(self.ends_us or [0.0], tokens))
+        mlps_us = np.outer(self.mlps_us, tokens) if self.mlps_us else layers_us
+        taken_us: Floats = (again == LAYERS) * layers_us + (again == MLPS) * mlps_us
+        return taken_us
 
 
 def _pairs(
@@ -391,7 +409,13 @@ def analytic_costs(model: AnalyticModel, memory: MemoryModel) -> StepCosts:
     tied = (model.shape.tied_embeddings or model.shape.num_ahead > 0) and p.pp_size > 1
     embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
     return StepCosts(
-        StageCosts(model.stage_costs(), model.prefix_costs(), model.launches_us(), model.ends_us()),
+        StageCosts(
+            model.stage_costs(),
+            model.prefix_costs(),
+            model.launches_us(),
+            model.ends_us(),
+            model.mlps_us(),
+        ),
         p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
         p2p_us_per_token=machine.transfer_us(hidden_bytes, 2 * replicas) if p.pp_size > 1 else 0.0,
         reduce_us=tuple(

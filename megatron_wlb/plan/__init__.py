@@ -160,9 +160,13 @@ class MicroBatchPlan:
     replicas: tuple[int, ...] = ()
     """Data-parallel ranks that run it together: their context-parallel ranks are one group for it
     (DP-Merge, SlimPack §4). Empty: the rank that has it, alone."""
-    recomputed: bool = False
-    """Whether its layers run forward once more in its backward pass, and keep nothing until then
-    but their inputs, and the keys and values of a slice."""
+    recomputed: int = 0
+    """What runs forward once more in its backward pass, and keeps nothing until then but its
+    inputs, and the keys and values of a slice: 0 is nothing, 1 the dense MLPs of its layers, 2 the
+    layers (:data:`megatron_wlb.cost.slices.LAYERS`)."""
+    divided: bool = False
+    """Whether context-parallel ranks divide the keys and values of its slice's document, and
+    gather them for each slice; else each has all of them."""
 
     @cached_property
     def length(self) -> int:
@@ -314,8 +318,9 @@ class StepPlan:
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
-                again = " recomputed" if m.recomputed else ""
-                sha.update(f"{m.sharding}{m.replicas or ''}{again}".encode())
+                again = ("", " recomputed MLPs", " recomputed")[m.recomputed]
+                said = again + " divided" * m.divided
+                sha.update(f"{m.sharding}{m.replicas or ''}{said}".encode())
                 for s in m.spans:
                     d = s.document
                     sha.update(

@@ -51,6 +51,7 @@ def _without_effect(config: Config, world_size: int) -> dict[str, str]:
         ("wlb_micro_batches", has_stages, pipeline),
         ("wlb_verify_shapes", has_stages, pipeline),
         ("wlb_cp_sharding", has_context, "--context-parallel-size of at least 2"),
+        ("wlb_slice_cache", has_context, "--context-parallel-size of at least 2"),
         ("wlb_dp_merge", data_parallel_size(config, world_size) > 1, "several data-parallel ranks"),
         ("wlb_expert_imbalance", config.model.num_experts is not None, "--num-experts"),
         ("wlb_cost_extrapolate", tables, "--wlb-cost measured or FILE, or context parallelism"),

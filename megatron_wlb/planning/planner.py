@@ -99,9 +99,11 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.replicas`."""
     chains: list[int]
     """See :attr:`megatron_wlb.plan.StepPlan.chains`."""
-    recomputed: Sequence[bool] = ()
+    recomputed: Sequence[int] = ()
     """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.recomputed`; none are if not
     given."""
+    divided: bool = False
+    """:attr:`megatron_wlb.plan.MicroBatchPlan.divided` of all slices."""
 
 
 def each_rank(num_micro_batches: int, dp_size: int) -> int:
@@ -324,18 +326,24 @@ class Planner:
         ranks = []
         for own in units:
             indices = []
-            again = own.recomputed or [False] * len(own.spans)
+            again = own.recomputed or [0] * len(own.spans)
             for spans, replicas, recomputed in zip(own.spans, own.replicas, again, strict=True):
                 index = shared.setdefault(spans[0], len(every)) if replicas else len(every)
                 if index == len(every):
-                    every.append(self._micro_batch(index, spans, replicas, recomputed))
+                    cut = own.divided and bool(spans) and spans[0].is_slice
+                    every.append(self._micro_batch(index, spans, replicas, recomputed, cut))
                 indices.append(index)
             ranks.append(indices)
         every = self._sharded(every)
         return [[every[index] for index in indices] for indices in ranks]
 
     def _micro_batch(
-        self, index: int, spans: Sequence[Span], replicas: tuple[int, ...] = (), again: bool = False
+        self,
+        index: int,
+        spans: Sequence[Span],
+        replicas: tuple[int, ...] = (),
+        again: int = 0,
+        divided: bool = False,
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])
         multiple = merged_multiple(self.length_multiple, len(replicas))
@@ -350,6 +358,7 @@ class Planner:
             predicted_us=predicted_us / (len(replicas) or 1),
             replicas=replicas,
             recomputed=again,
+            divided=divided,
         )
 
     def _sharded(self, micro_batches: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
@@ -377,6 +386,7 @@ class Planner:
             predicted_us=micro_batch.predicted_us + waiting_us,
             sharding=chosen.sharding,
             recomputed=micro_batch.recomputed,
+            divided=micro_batch.divided,
         )
 
     def _waiting(self) -> tuple[int, int]:

@@ -5,8 +5,9 @@ than a device holds, some micro-batches keep the inputs of their layers alone, a
 once more in backward. Others, and the steps without long documents, recompute nothing. SlimPack
 recomputes in parts, too (§4.3.3, §6.1), and does not say which.
 
-Micro-batches are of like work, so each takes about as long to recompute. Those are taken first that
-save most bytes over most of the time that there are too many: ones of many tokens, kept long.
+Dense MLPs are less work than layers, the more so the later a slice lies in its document, and keep
+about half of the bytes. Taken first is what saves most bytes, over most of the time that there are
+too many, for the time that it takes: slices of many tokens that are kept long.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.cost import MemoryModel, Parallelism
+from megatron_wlb.cost.document import LEAST_US
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import Action, sliced
-from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
 from megatron_wlb.plan import Span
 from megatron_wlb.planning.planner import Units, merged_multiple
 
@@ -67,46 +69,55 @@ class MemoryLimit(NamedTuple):
 
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""
-        held = self._held(units, units.recomputed or [False] * len(units.spans))
+        held = self._held(units, units.recomputed or [0] * len(units.spans))
         return max(
             self.model.peak_bytes_of(rank, actions, held)
             for rank, actions in enumerate(_orders(units, layout))
         )
 
-    def recomputed(self, units: Units, layout: Parallelism, given: Sequence[bool]) -> list[bool]:
-        """Which units are to be recomputed, besides those of ``given``, for a step to fit.
+    def recomputed(
+        self, units: Units, layout: Parallelism, given: Sequence[int], prices_us: Floats
+    ) -> list[int]:
+        """What of units is to be recomputed, besides what is ``given``, for a step to fit.
 
-        Where it does not fit with all of them, all that helps are.
+        ``prices_us`` ``[3, units]`` are what that takes, by :attr:`.Unit.recomputed`. Where a step
+        does not fit with all of it, all that helps is.
         """
         again = [*given]
         orders = _orders(units, layout)
-        plain, little = (self._held(units, [each] * len(again)) for each in (False, True))
-        seen = [-1] * len(orders)  # how many were recomputed when a rank was looked at
+        # Megatron cannot recompute MLPs with biases.
+        kinds = [0, LAYERS] if self.model.shape.linear_bias else [0, MLPS, LAYERS]
+        helds = {kind: self._held(units, [kind] * len(again)) for kind in kinds}
+        seen = [-1] * len(orders)  # how much was recomputed when a rank was looked at
         for _ in range(MOST_ROUNDS):
             before = sum(again)
             for rank, actions in enumerate(orders):
                 if seen[rank] == sum(again):
                     continue
                 seen[rank] = sum(again)
-                units_of = zip(plain, little, again, strict=True)
-                held = [less if each else full for full, less, each in units_of]
+                held = [helds[kind][at] for at, kind in enumerate(again)]
                 uses = self.model.program_bytes(rank, actions, held)
                 left = self.limit_bytes - self.model.state_bytes(rank).total
                 peaks = np.array([use.peak for use in uses])
                 if peaks.max(initial=0.0) > left:
-                    kept, least = (self.model.kept_bytes(rank, some) for some in (plain, little))
-                    _choose(actions, peaks - left, np.maximum(kept - least, 0.0), again)
+                    kept = self.model.kept_bytes(rank, helds[0])
+                    saved = np.zeros((LAYERS + 1, *kept.shape))
+                    for kind in kinds[1:]:
+                        own = kept - self.model.kept_bytes(rank, helds[kind])
+                        saved[kind] = np.maximum(own, 0.0)
+                    _choose(actions, peaks - left, saved, prices_us, again)
             if sum(again) == before:
                 break
         return again
 
-    def _held(self, units: Units, again: Sequence[bool]) -> list[Unit]:
+    def _held(self, units: Units, again: Sequence[int]) -> list[Unit]:
         held = []
         for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
             multiple = merged_multiple(self.multiple, len(ranks))
             multiples = max(1, -(-sum(span.length for span in spans) // multiple))
             unit = unit_of(spans, multiples * multiple // (len(ranks) or 1))
-            held.append(unit._replace(ranks=ranks, recomputed=recomputed))
+            cut = units.divided and unit.slice is not None
+            held.append(unit._replace(ranks=ranks, recomputed=recomputed, divided=cut))
         return held
 
 
@@ -114,23 +125,30 @@ def _orders(units: Units, layout: Parallelism) -> Sequence[Sequence[Action]]:
     return sliced(layout.pp_size, units.chains, layout.vpp_size)
 
 
-def _choose(actions: Sequence[Action], excess: Floats, saved: Floats, again: list[bool]) -> None:
-    """Sets ``again`` of units until a rank's ``excess`` ``[actions]`` is nowhere above 0, or no
-    unit helps.
+def _choose(
+    actions: Sequence[Action], excess: Floats, saved: Floats, prices_us: Floats, again: list[int]
+) -> None:
+    """Sets ``again`` of units until a rank's ``excess`` ``[actions]`` is nowhere above 0, or
+    nothing helps.
+
+    ``saved`` ``[3, units, chunks]`` are the bytes that units do not keep, by what is recomputed.
     """
-    begins, ends = (np.zeros(saved.shape, dtype=np.int64) for _ in range(2))
+    begins, ends = (np.zeros(saved.shape[1:], dtype=np.int64) for _ in range(2))
     for at, action in enumerate(actions):
         side = begins if action.kind == "F" else ends
         side[action.micro_batch, action.chunk] = at
-    saved = np.where(np.array(again)[:, None], 0.0, saved)
+    units = np.arange(len(again))
+    more = saved - saved[again, units]
+    prices_us = np.maximum(prices_us - prices_us[again, units], LEAST_US)
     while (over := excess > 0).any():
         count = np.concatenate([[0], np.cumsum(over)])
         # Of a unit's passes the forward is over before, and the backward frees what it takes.
-        gains = (saved * (count[ends + 1] - count[begins])).sum(axis=1)
-        best = int(gains.argmax())
-        if gains[best] <= 0:
+        gains = (more * (count[ends + 1] - count[begins])).sum(axis=2) / prices_us
+        kind, best = divmod(int(gains.argmax()), len(again))
+        if gains[kind, best] <= 0:
             return
-        again[best] = True
-        for begin, end, num_bytes in zip(begins[best], ends[best], saved[best], strict=True):
+        for begin, end, num_bytes in zip(begins[best], ends[best], more[kind, best], strict=True):
             excess[begin : end + 1] -= num_bytes
-        saved[best] = 0.0
+        more[:, best] = saved[:, best] - saved[kind, best]
+        prices_us[:, best] = np.maximum(prices_us[:, best] - prices_us[kind, best], LEAST_US)
+        again[best] = kind

@@ -311,6 +311,7 @@ class Workload(_Batch):
             alike=self.alike,
             merges=packing.dp_merge == "auto" and self.merges,
             memory=memory,
+            cache=packing.slice_cache,
             worst=worst_steps(longest, each * self.micro_batch_tokens),
         )
 

@@ -173,8 +173,9 @@ def slice_samples(
                 "give a step fewer long samples"
             )
     chains = tuple(tuple(own.chains) for own in units)
-    again = [own.recomputed or [False] * len(own.spans) for own in units]
-    return plan_of("slim", [own.spans for own in units], replica, chains, again)
+    again = [own.recomputed or [0] * len(own.spans) for own in units]
+    divided = any(own.divided for own in units)
+    return plan_of("slim", [own.spans for own in units], replica, chains, again, divided)
 
 
 def plan_of(
@@ -182,19 +183,27 @@ def plan_of(
     ranks: Sequence[Sequence[Sequence[Span]]],
     replica: ReplicaCosts,
     chains: tuple[tuple[int, ...], ...] = (),
-    recomputed: Sequence[Sequence[bool]] | None = None,
+    recomputed: Sequence[Sequence[int]] | None = None,
+    divided: bool = False,
 ) -> StepPlan:
-    """The plan of a step that runs ``[dp_size][micro-batches][spans]``, some ``recomputed``."""
+    """The plan of a step that runs ``[dp_size][micro-batches][spans]``, some ``recomputed``, and
+    their slices with keys and values ``divided`` or not.
+    """
     every = [spans for rank in ranks for spans in rank]
     lengths = [[span.length for span in spans] for spans in every]
     prefixes = [[span.start for span in spans] for spans in every]
     times_us = replica.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
     multiple = replica.scheme.length_multiple
-    again = [False] * len(every) if recomputed is None else list(chain.from_iterable(recomputed))
+    again = [0] * len(every) if recomputed is None else list(chain.from_iterable(recomputed))
     rows = enumerate(zip(every, lengths, times_us.tolist(), again, strict=True))
     planned = iter(
         MicroBatchPlan(
-            n, tuple(spans), max(1, -(-sum(own) // multiple)) * multiple, us, recomputed=each
+            n,
+            tuple(spans),
+            max(1, -(-sum(own) // multiple)) * multiple,
+            us,
+            recomputed=each,
+            divided=divided and bool(spans) and spans[0].is_slice,
         )
         for n, (spans, own, us, each) in rows
     )

@@ -28,12 +28,15 @@ from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import product, takewhile
 from math import ceil, sqrt
-from operator import attrgetter, itemgetter, or_
-from typing import Any, NamedTuple, TypeAlias
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.graph import Floats, slice_graph
+from megatron_wlb.cost.slices import LAYERS
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span
@@ -81,6 +84,14 @@ Timed: TypeAlias = tuple[float, Document]
 """A document behind what it takes, in µs."""
 
 _US, _IN_STREAM = itemgetter(0), attrgetter("arrival", "offset")
+
+
+class Way(NamedTuple):
+    """How a step is cut."""
+
+    num_units: int
+    divided: bool = False
+    """Whether context-parallel ranks divide keys and values."""
 
 
 class Merged(NamedTuple):
@@ -162,6 +173,8 @@ class Slicer:
         merges: whether a document that outweighs a replica's mean may run on several together,
             where that is faster in simulation (DP-Merge). Not where replicas run alike.
         memory: what a device may hold.
+        cache: whether context-parallel ranks divide the keys and values of documents in slices,
+            each have all of them, or whichever makes steps faster.
         worst: lengths of a rank's documents in the steps that need most memory.
     """
 
@@ -179,6 +192,7 @@ class Slicer:
         alike: int = 1,
         merges: bool = True,
         memory: MemoryLimit | None = None,
+        cache: Literal["auto", "whole", "divided"] = "auto",
         worst: Sequence[Sequence[int]] = (),
     ) -> None:
         self._cost, self._costs, self._layout = cost, costs, layout
@@ -189,13 +203,17 @@ class Slicer:
         """Units of a data-parallel rank; None before the first step."""
         factors = [factor * num_micro_batches for factor in FACTORS]
         tried = factors[: 1 + bisect_left(factors, ENOUGH_UNITS * (layout.pp_size - 1))]
-        self._tried = [num_units] if num_units else tried
+        several = layout.cp_size > 1
+        divides = several and cache == "divided"
+        self._tried = [Way(number, divides) for number in ([num_units] if num_units else tried)]
         self._next_sweep = 0  # the first step in which the number is chosen again
-        self._peaks_bytes = dict.fromkeys(self._tried, 0.0)
+        self._peaks_bytes: dict[Way, float] = {}
         self._memory, self._longest = memory, max((max(own) for own in worst), default=0)
-        self._tight: set[int] = set()  # numbers of units with which something may be recomputed
+        self._tight: set[Way] = set()  # with which something may be recomputed
         if memory is not None:
-            self._keep_what_fits(memory, worst)
+            self._keep_what_fits(memory, worst, may_divide=several and cache == "auto")
+        self.divided = self._tried[0].divided
+        """Whether context-parallel ranks divide keys and values."""
 
     @property
     def dp_size(self) -> int:
@@ -207,8 +225,8 @@ class Slicer:
 
         Before the first step it is that of the number of units that needs least.
         """
-        tried = [self.num_units] if self.num_units else self._tried
-        return min(self._peaks_bytes[number] for number in tried)
+        tried = [way for way in self._tried if way == (self.num_units, self.divided)] or self._tried
+        return min(self._peaks_bytes.get(way, 0.0) for way in tried)
 
     def check_room(self) -> None:
         """Raises :class:`ConfigError` where a device has no room for one of the ``worst`` steps."""
@@ -221,73 +239,90 @@ class Slicer:
                 "--seq-length)"
             )
 
-    def _keep_what_fits(self, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
-        """Leaves the numbers of units that fit memory, or the one that is nearest to that."""
+    def _keep_what_fits(
+        self, memory: MemoryLimit, worst: Sequence[Sequence[int]], may_divide: bool
+    ) -> None:
+        """Leaves the ways that fit memory, or the one that is nearest to that.
+
+        Where one is tight, it is also tried with keys and values divided, if they may be.
+        """
+        for way in [*self._tried]:
+            self._look_at(way, memory, worst)
+            if may_divide and self._peaks_bytes[way] > SURE * memory.limit_bytes:
+                self._tried.append(divided := way._replace(divided=True))
+                self._look_at(divided, memory, worst)
         peaks = self._peaks_bytes
+        fitting = [way for way in self._tried if peaks[way] <= memory.limit_bytes]
+        self._tried = fitting or [min(self._tried, key=lambda way: (peaks[way], way))]
+
+    def _look_at(self, way: Way, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
+        """Notes what the worst steps need, and whether something must be recomputed for that."""
+        self._peaks_bytes[way] = 0.0
         for lengths in worst:
             documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
             # The first of replicas that run alike has the longest document of each chain.
             timed = [one for one in self._heaviest_first(documents) for _ in range(self._alike)]
             alone = _Dealt([timed], [], sum([us for us, _ in timed]), 0)
-            for number in self._tried:
-                units = self._lay(alone, 0, number)[:1]
+            units = self._lay(alone, 0, way)[:1]
+            peak_bytes = memory.peak_bytes(units[0], self._layout)
+            if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
+                self._tight.add(way)
+                units = self._with_room(units, way)
                 peak_bytes = memory.peak_bytes(units[0], self._layout)
-                if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
-                    self._tight.add(number)
-                    units = self._with_room(units, number)
-                    peak_bytes = memory.peak_bytes(units[0], self._layout)
-                peaks[number] = max(peaks[number], peak_bytes)
-        fitting = [number for number in self._tried if peaks[number] <= memory.limit_bytes]
-        self._tried = fitting or [min(self._tried, key=lambda number: (peaks[number], number))]
+            self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
-        num_units = self.settle(documents, step)
+        way = self.settle(documents, step)
         heaviest = self._heaviest_first(documents)
         dealt = self._deal(heaviest, merges=False)
         if self._merges and heaviest and heaviest[0][0] > (1 + TOLERANCE) * dealt.mean_us:
             merged = self._deal(heaviest, merges=True)
-            if self._step_us(merged, num_units) < self._step_us(dealt, num_units):
+            if self._step_us(merged, way) < self._step_us(dealt, way):
                 dealt = merged
         groups = range(len(dealt.alone))
-        laid = [units for group in groups for units in self._lay(dealt, group, num_units)]
-        return self._with_room(laid, num_units)
+        laid = [units for group in groups for units in self._lay(dealt, group, way)]
+        return self._with_room(laid, way)
 
-    def _with_room(self, replicas: Sequence[Units], num_units: int) -> list[Units]:
+    def _with_room(self, replicas: Sequence[Units], way: Way) -> list[Units]:
         """The same, of which units are recomputed as memory asks: alike in replicas that run alike,
         and those that several replicas run together in all of them.
         """
-        if num_units not in self._tight:
+        if way not in self._tight:
             return [*replicas]
         assert self._memory is not None
-        together: set[Span] = set()
+        together: dict[Span, int] = {}
         chosen = []
         for at in range(0, len(replicas), self._alike):
             group = replicas[at : at + self._alike]
-            again = [False] * len(group[0].spans)
+            again = [0] * len(group[0].spans)
             for units in group:
-                given = [*map(or_, again, _shared(units, together))]
-                again = self._memory.recomputed(units, self._layout, given)
+                given = [*map(max, again, _shared(units, together))]
+                again = self._memory.recomputed(units, self._layout, given, self._again_us(units))
                 pairs = zip(units.spans, units.replicas, again, strict=True)
-                together |= {spans[0] for spans, ranks, each in pairs if ranks and each}
+                together |= {spans[0]: each for spans, ranks, each in pairs if ranks}
             chosen += [again] * len(group)
         return [
-            units._replace(recomputed=[*map(or_, again, _shared(units, together))])
+            units._replace(recomputed=[*map(max, again, _shared(units, together))])
             for units, again in zip(replicas, chosen, strict=True)
         ]
 
-    def settle(self, documents: Sequence[Document], step: int) -> int:
-        """The number of units, which is chosen in some steps and stays for those after."""
-        if self.num_units is None or (self._given is None and step >= self._next_sweep):
+    def settle(self, documents: Sequence[Document], step: int) -> Way:
+        """The number of units, and whether keys and values are divided; which is chosen in some
+        steps and stays for those after.
+        """
+        may_change = self._given is None or len(self._tried) > 1
+        if self.num_units is None or (may_change and step >= self._next_sweep):
             dealt = self._deal(self._heaviest_first(documents), merges=False)
-            self.num_units = self._choose(dealt)
+            self.num_units, self.divided = self._choose(dealt)
             # Steps in which no document arrives are left out, and a multiple may be one of them.
             self._next_sweep = (step // STEPS_A_SWEEP + 1) * STEPS_A_SWEEP
-        return self.num_units
+        return Way(self.num_units, self.divided)
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, JSON-able."""
-        return {"num_units": self.num_units, "next_sweep": self._next_sweep}
+        chosen = {"num_units": self.num_units, "next_sweep": self._next_sweep}
+        return chosen | ({"divided": True} if self.divided else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken.
@@ -299,9 +334,11 @@ class Slicer:
             num_units, next_sweep = state.get("num_units"), state.get("next_sweep", 0)
             whole_number("num_units", 1 if num_units is None else num_units, 1)
             whole_number("next_sweep", next_sweep, 0, MAX_COUNT)
-        self.num_units, self._next_sweep = self._given, 0
-        if self._given is None and num_units in self._tried:
-            self.num_units, self._next_sweep = num_units, next_sweep
+        self.num_units, self.divided = self._given, self._tried[0].divided
+        self._next_sweep = 0
+        if (way := (num_units, state.get("divided", False))) in self._tried:
+            self.num_units, self.divided = way
+            self._next_sweep = next_sweep
 
     def _heaviest_first(self, documents: Sequence[Document]) -> list[Timed]:
         in_order = sorted(documents, key=_IN_STREAM)
@@ -341,16 +378,16 @@ class Slicer:
             heapreplace(loads, (load_us + us, rank))
         return _Dealt(alone, together, mean_us, max(loads)[1])
 
-    def _choose(self, dealt: _Dealt) -> int:
-        """The number of units with which a step is shortest, in simulation, or about so."""
-        steps_us = [self._step_us(dealt, number) for number in self._tried]
+    def _choose(self, dealt: _Dealt) -> Way:
+        """The way in which a step is shortest, in simulation, or about so."""
+        steps_us = [self._step_us(dealt, way) for way in self._tried]
         limit_us = (1 + WORTH_MORE_UNITS) * min(steps_us)
-        return next(n for n, us in zip(self._tried, steps_us, strict=True) if us <= limit_us)
+        return next(way for way, us in zip(self._tried, steps_us, strict=True) if us <= limit_us)
 
-    def _step_us(self, dealt: _Dealt, num_units: int) -> float:
+    def _step_us(self, dealt: _Dealt, way: Way) -> float:
         """Time of forwards and backwards, simulated, of the group with most work."""
-        laid = self._lay(dealt, dealt.heaviest, num_units)
-        return self.simulated_us(self._with_room(laid, num_units))
+        laid = self._lay(dealt, dealt.heaviest, way)
+        return self.simulated_us(self._with_room(laid, way))
 
     def simulated_us(self, group: Sequence[Units]) -> float:
         """Time of forwards and backwards of replicas that run alike, or of one."""
@@ -367,17 +404,27 @@ class Slicer:
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
         together = [len(replicas) or 1 for replicas in units.replicas]
         tokens = [sum(own) for own in lengths]
-        times_us = self._costs.stages.times_us(lengths, None, prefixes, together, units.recomputed)
+        divided = [units.divided] * len(tokens)
+        more = together, units.recomputed, divided
+        times_us = self._costs.stages.times_us(lengths, None, prefixes, *more)
         return times_us, self._costs.p2p_us(tokens), tokens
 
-    def _lay(self, dealt: _Dealt, group: int, num_units: int) -> list[Units]:
+    def _again_us(self, units: Units) -> Floats:
+        """What it takes to recompute units, ``[3, units]``, by :attr:`.Unit.recomputed`."""
+        (forward_us, _), _, tokens = self._times_us(units._replace(recomputed=()))
+        together = np.array([len(replicas) or 1 for replicas in units.replicas])
+        given = forward_us, np.array(tokens) / together
+        kinds = range(LAYERS + 1)
+        return np.array([self._costs.stages.again_us(*given, kind).sum(axis=0) for kind in kinds])
+
+    def _lay(self, dealt: _Dealt, group: int, way: Way) -> list[Units]:
         """Lays the units of each replica of a group: slices of heavy documents one after another,
         then whole documents where work is missing.
 
         Documents that several ranks run come first, in one chain, so that all ranks run them in one
         order. The others come heaviest first, and so do the chains: then fewest units are held.
         """
-        alone, alike = dealt.alone[group], range(self._alike)
+        alone, alike, num_units = dealt.alone[group], range(self._alike), way.num_units
         merged: list[list[Span]] = []
         replicas: list[tuple[int, ...]] = []
         for us, document, ranks in dealt.together:
@@ -437,7 +484,7 @@ class Slicer:
         num_units = len(spans[0])
         lengths = chains.lengths + [1] * (num_units - chains.num_units)
         replicas += [()] * (num_units - len(replicas))
-        return [Units(own, replicas, lengths) for own in spans]
+        return [Units(own, replicas, lengths, divided=way.divided) for own in spans]
 
     def _is_cut(self, unit_us: float, timed: Timed) -> bool:
         us, document = timed
@@ -501,9 +548,9 @@ class Slicer:
         return document.length if document.length - stop < multiple // 2 else stop
 
 
-def _shared(units: Units, together: set[Span]) -> list[bool]:
-    """Whether several replicas run each unit together."""
+def _shared(units: Units, together: Mapping[Span, int]) -> list[int]:
+    """What is recomputed of units that several replicas run together, by the others."""
     return [
-        bool(ranks) and spans[0] in together
+        together.get(spans[0], 0) if ranks else 0
         for spans, ranks in zip(units.spans, units.replicas, strict=True)
     ]

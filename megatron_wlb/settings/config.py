@@ -107,8 +107,14 @@ class WlbConfig:
     )
     wlb_recompute: Literal["auto", "off"] = setting(
         "auto",
-        "`slim`: micro-batches for which a device has no room keep little, and run their layers "
-        "forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
+        "`slim`: micro-batches for which a device has no room keep little, and run their MLPs or "
+        "layers forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
+    )
+    wlb_slice_cache: Literal["auto", "whole", "divided"] = setting(
+        "auto",
+        "`slim`: context-parallel ranks each have all keys and values of a document in slices, or "
+        "divide them and gather them for each slice; auto: what is faster in simulation, of what "
+        "fits memory",
     )
     wlb_max_age: int = setting(
         12, "steps after which a delayed document runs whatever it costs", least=0

@@ -120,7 +120,7 @@ class Simulator:
         else:
             graphs, units = self._sliced(sliced)
             before = [[m.prefixes for m in rank] for rank in sliced.micro_batches]
-            more = map(_together, sliced.micro_batches), map(_again, sliced.micro_batches)
+            more = [map(of, sliced.micro_batches) for of in (_together, _again, _divided)]
             times = list(map(stages.times_us, lengths, scale, before, *more))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
         gaps = list(map(self.costs.p2p_us, padded))
@@ -247,14 +247,18 @@ def _together(rank: Sequence[MicroBatchPlan]) -> list[int]:
     return [len(m.replicas) or 1 for m in rank]
 
 
-def _again(rank: Sequence[MicroBatchPlan]) -> list[bool]:
+def _again(rank: Sequence[MicroBatchPlan]) -> list[int]:
     return [m.recomputed for m in rank]
+
+
+def _divided(rank: Sequence[MicroBatchPlan]) -> list[bool]:
+    return [m.divided for m in rank]
 
 
 def _unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
     alone = unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
-    return alone._replace(ranks=m.replicas, recomputed=m.recomputed)
+    return alone._replace(ranks=m.replicas, recomputed=m.recomputed, divided=m.divided)
 
 
 def _held(

@@ -31,10 +31,18 @@ from helpers.layouts import (
     further,
 )
 from helpers.oracle import OracleRun, State
-from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for, train
+from helpers.ranks import (
+    build_runner,
+    half_recomputed,
+    recomputed_for,
+    scatter_for,
+    sliced_for,
+    train,
+)
 from helpers.shards import RankRun
 
 from megatron_wlb.cost.schedule.order import Action, one_f_one_b
+from megatron_wlb.cost.slices import LAYERS, MLPS
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
 
@@ -84,7 +92,9 @@ def with_some_recomputed(runner) -> Iterator[None]:
     run_schedule, again = runner.run_schedule, TransformerBlock._checkpointed_forward
 
     def counted(plan, *args, forward_only, **options):
-        expected = sum(m.recomputed for m in plan.micro_batches[runner.model.groups.dp.rank()])
+        expected = sum(
+            m.recomputed == LAYERS for m in plan.micro_batches[runner.model.groups.dp.rank()]
+        )
         with mock.patch.object(
             TransformerBlock, "_checkpointed_forward", autospec=True, side_effect=again
         ) as run:
@@ -113,6 +123,52 @@ def with_some_recomputed(runner) -> Iterator[None]:
 )  # fmt: skip
 def test_some_micro_batches_are_recomputed(wrong: Differences, case: Layout) -> None:
     assert wrong(case, with_some_recomputed, recomputed_for) == []
+
+
+def mlps_recomputed_for(config, workload, world_size: int, step: int) -> StepPlan:
+    return half_recomputed(sliced_for(config, workload, world_size, step), MLPS)
+
+
+@contextlib.contextmanager
+def with_some_mlps_recomputed(runner) -> Iterator[None]:
+    """Asserts that the MLPs of the micro-batches that are to be are run again, and no others."""
+    from megatron.core.transformer.mlp import MLP
+
+    run_schedule, forward = runner.run_schedule, MLP.forward
+    num_layers = sum(len(gpt.decoder.layers) for gpt in runner.model.gpts)
+
+    def counted(plan, *args, forward_only, **options):
+        own = plan.micro_batches[runner.model.groups.dp.rank()]
+        with mock.patch.object(MLP, "forward", autospec=True, side_effect=forward) as run:
+            reports = run_schedule(plan, *args, forward_only=forward_only, **options)
+        again = 0 if forward_only else sum(m.recomputed == MLPS for m in own)
+        assert run.call_count == num_layers * (len(own) + again)
+        assert any(m.recomputed for m in own)
+        return reports
+
+    with mock.patch.object(runner, "run_schedule", counted):
+        yield
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Layout("llama", 2, pp=2, vpp=2, extra=GATHER),
+        *map(further, [
+            Layout("llama", 1, cp=2, tp="2sp", sharding="per-document"),
+            Layout("llama", 1, pp=2, dp=2, extra=OVERLAP),
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_some_mlps_are_recomputed(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, with_some_mlps_recomputed, mlps_recomputed_for) == []
+
+
+def test_mlps_with_biases_are_not_recomputed(gloo: GlooPool, oracle: Oracle) -> None:
+    case = Layout("gpt2", 1)
+    with pytest.raises(PlanError, match=r"MLPs, which have biases.*recompute its layers"):
+        runs_of(gloo, case, oracle(case).initial, plan_for=mlps_recomputed_for)
 
 
 @contextlib.contextmanager
@@ -308,8 +364,8 @@ def take_another_documents_keys(runner) -> Iterator[None]:
     store = runner.batches.slices
     right = store.slice
 
-    def wrong(span):
-        found = right(span)
+    def wrong(span, divided):
+        found = right(span, divided)
         if span.stop < span.document.length:
             return found
         return dataclasses.replace(found, document=(found.document[0] + 1, 0))

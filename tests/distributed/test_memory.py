@@ -16,7 +16,7 @@ from helpers.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 
 from megatron_wlb.cost import MemoryModel, Recompute
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
 from megatron_wlb.planning.from_config import padded_vocab_size, run_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -152,37 +152,51 @@ def test_predicted_memory_is_what_a_step_holds(gloo: GlooPool, case: str) -> Non
 
 
 CHAINS, SLICED = (3, 1, 2), [[100], [80], [60, 20], [90, 31], [120], [40, 25]]
+EVEN = [[100], [80], [60, 20], [92, 32], [120], [40, 24]]
 
 
 AGAIN = 0, 2, 3
 
 
 @pytest.mark.parametrize(
-    ("flags", "again"),
+    ("flags", "again", "divided", "what"),
     [
-        (f"{LLAMA} {VPP}", ()),
-        further(f"{GROUPED} {PP}", ()),
-        (f"{LLAMA} {PP}", AGAIN),
-        further(f"{GROUPED} {PP}", AGAIN),
+        (f"{LLAMA} {VPP}", (), False, 0),
+        further(f"{GROUPED} {PP}", (), False, 0),
+        (f"{LLAMA} {PP}", AGAIN, False, LAYERS),
+        further(f"{GROUPED} {PP}", AGAIN, False, LAYERS),
+        (f"{LLAMA} {PP}", AGAIN, False, MLPS),
+        further(f"{LLAMA} {PP} {BF16}", AGAIN, False, MLPS),
+        (f"{LLAMA} {PP} {CP}", (), False, 0),
+        (f"{LLAMA} {PP} {CP}", (), True, 0),
+        (f"{LLAMA} {PP} {CP}", AGAIN, True, LAYERS),
+        further(f"{LLAMA} {VPP} {CP} {BF16}", (), True, 0),
+        further(f"{LLAMA} {CP}", (), True, 0),
     ],
 )
 def test_predicted_memory_of_slices_is_what_a_step_holds(
-    gloo: GlooPool, flags: str, again: tuple[int, ...]
+    gloo: GlooPool, flags: str, again: tuple[int, ...], divided: bool, what: int
 ) -> None:
     config = settings(flags, len(SLICED))
     p = config.parallel
-    measured = gloo.run(2, measure_step, config, SLICED, PADDING, CHAINS, again)
+    pp_size, cp_size = p.pipeline_model_parallel_size, p.context_parallel_size
+    world_size = pp_size * cp_size
+    lengths, padding = (SLICED, PADDING) if cp_size == 1 else (EVEN, 4)
+    known = config, lengths, padding, CHAINS, again, divided, what
+    measured = gloo.run(world_size, measure_step, *known)[::cp_size]
     model = run_of(config, padded_vocab_size(config, VOCAB_SIZE), 1).memory
-    units, at = [], 0
+    units: list[Unit] = []
+    at = 0
     for number in CHAINS:
-        own, at = SLICED[at : at + number], at + number
+        own, at = lengths[at : at + number], at + number
         length, start = sum(one[0] for one in own), 0
         for one in own:
             cut = Slice(0, start, start + one[0], length) if number > 1 else None
-            units.append(Unit(sum(one) + PADDING, cut, recomputed=len(units) in again))
+            unit = Unit(sum(one) + padding, cut, recomputed=what * (len(units) in again))
+            units.append(unit._replace(divided=divided and cut is not None))
             start += one[0]
     for rank, (found, actions) in enumerate(
-        zip(measured, sliced(2, CHAINS, p.vpp_size), strict=True)
+        zip(measured, sliced(pp_size, CHAINS, p.vpp_size), strict=True)
     ):
         activations = max(use.peak for use in model.program_bytes(rank, actions, units))
         assert activations == pytest.approx(found.activations, rel=TOLERANCE)

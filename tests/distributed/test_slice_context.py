@@ -80,7 +80,9 @@ class Tokens:
         return [t.double() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
 
 
-def params_of(unit: Unit, num_tokens: int, sharding: Sharding, store: Any) -> tuple[Any, Any]:
+def params_of(
+    unit: Unit, num_tokens: int, sharding: Sharding, store: Any, divided: bool = False
+) -> tuple[Any, Any]:
     import torch
 
     from megatron_wlb.runtime.stepping.batch import local_params
@@ -97,11 +99,13 @@ def params_of(unit: Unit, num_tokens: int, sharding: Sharding, store: Any) -> tu
         cp_rank=rank,
         cp_size=size,
         sharding=sharding,
-        cut=store.slice(span) if store else None,
+        cut=store.slice(span, divided) if store else None,
     )
 
 
-def run(tokens: Tokens, sharding: Sharding, fault: bool = False, **options: Any) -> list[Any]:
+def run(
+    tokens: Tokens, sharding: Sharding, fault: bool = False, divided: bool = False, **options: Any
+) -> list[Any]:
     """Output, dQ, dK and dV of the local tokens, and their numbers; leaves nothing in the store."""
     import torch
 
@@ -118,7 +122,7 @@ def run(tokens: Tokens, sharding: Sharding, fault: bool = False, **options: Any)
     store = SliceStore()
 
     def attend(unit: Unit, numbers: np.ndarray) -> tuple[Any, list[Any], np.ndarray]:
-        tokens_here, params = params_of(unit, len(numbers), sharding, store)
+        tokens_here, params = params_of(unit, len(numbers), sharding, store, divided)
         local = torch.from_numpy(numbers[tokens_here])
         leaves = [t[local].requires_grad_() for t in tokens.inputs[:3]]
         gather = params.gather
@@ -153,21 +157,26 @@ def worst_errors(cp_size: int) -> dict[str, float]:
         tokens = Tokens.of(cp_size, num_groups, torch.float64)
         expected = tokens.definition(torch.float64)
         for sharding in SHARDINGS:
-            for head_groups, keep, least_bytes in (
-                (1, False, None),
-                (num_groups, True, 0),
-                (num_groups, False, None),
-                (num_groups, False, 0),
+            for head_groups, keep, least_bytes, divided in (
+                (1, False, None, False),
+                (num_groups, True, 0, False),
+                (num_groups, False, None, False),
+                (num_groups, False, 0, False),
+                (1, True, None, True),
+                (num_groups, False, None, True),
+                (num_groups, False, 0, True),
             ):
                 with mock.patch("megatron_wlb.runtime.gpt.attention.head_start.LINK_SHARE", 0):
                     *mine, local = run(
                         tokens,
                         sharding,
+                        divided=divided,
                         num_head_groups=head_groups,
                         keep_gathered=keep,
                         head_start_bytes=least_bytes,
                     )
-                found[f"{sharding} G={num_groups}/{head_groups} {keep} {least_bytes}"] = max(
+                case = f"{sharding} G={num_groups}/{head_groups} {keep} {least_bytes} {divided}"
+                found[case] = max(
                     float((a - b[local]).abs().max()) for a, b in zip(mine, expected, strict=True)
                 )
     return found
@@ -313,7 +322,7 @@ def exchanged(cp_size: int, sharding: Sharding, in_slices: bool) -> list[dict[st
 @pytest.mark.parametrize("cp_size", [further(2), 4])
 def test_slices_over_ranks_are_attention_by_definition(gloo: GlooPool, cp_size: int) -> None:
     for found in gloo.run(cp_size, worst_errors, cp_size):
-        assert len(found) == len(SHARDINGS) * (3 + 4 + 4)
+        assert len(found) == len(SHARDINGS) * (6 + 7 + 7)
         # fp64 sums of up to some hundred terms of order 1.
         assert {case: error for case, error in found.items() if not error < 1e-12} == {}
 

@@ -10,6 +10,7 @@ from _quickstart.live_bytes import LiveBytes, step_bytes
 
 from helpers.ranks import build_runner
 from helpers.workload import make_workload
+from megatron_wlb.cost.slices import LAYERS
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.settings.config import Config
@@ -37,12 +38,15 @@ def measure_step(
     pad: int,
     chains: Sequence[int] = (),
     recomputed: Collection[int] = (),
+    divided: bool = False,
+    what: int = LAYERS,
 ) -> MeasuredMemory:
     """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
 
     ``lengths`` are those of each micro-batch's documents; ``pad`` tokens of padding follow them.
-    The first ones of a chain of several are the slices of one document. ``recomputed`` are numbers
-    of micro-batches.
+    The first ones of a chain of several are the slices of one document, whose keys and values are
+    ``divided`` over context-parallel ranks or not. ``recomputed`` are numbers of micro-batches, and
+    ``what`` of them is.
     """
     from megatron_wlb.runtime.stepping.optimizer import build_optimizer
 
@@ -67,7 +71,8 @@ def measure_step(
                     sum(own) + pad,
                     1.0,
                     Sharding("per-document"),
-                    recomputed=index in recomputed,
+                    recomputed=what if index in recomputed else 0,
+                    divided=divided and spans[0].is_slice,
                 )
             )
     with LiveBytes() as live:

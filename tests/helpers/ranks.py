@@ -12,6 +12,7 @@ from typing import Any
 from helpers.oracle import State
 from helpers.shards import Held, RankRun, held_by, whole_name
 from helpers.workload import OwnLoss, Workload, run_alike, scatter, slice_up
+from megatron_wlb.cost.slices import LAYERS
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.settings.config import Config
@@ -101,15 +102,24 @@ def recomputed_for(config: Config, workload: Workload, world_size: int, step: in
     return half_recomputed(sliced_for(config, workload, world_size, step))
 
 
-def half_recomputed(plan: StepPlan) -> StepPlan:
-    """The same, every second micro-batch recomputed: by place, or by number of those that several
-    replicas run together.
+def half_recomputed(plan: StepPlan, what: int = LAYERS) -> StepPlan:
+    """The same, ``what`` of every second micro-batch recomputed: by place, or by number of those
+    that several replicas run together.
     """
     ranks = [
         tuple(
-            dataclasses.replace(m, recomputed=(m.index if m.replicas else at) % 2 == 0)
+            dataclasses.replace(m, recomputed=(0 if (m.index if m.replicas else at) % 2 else what))
             for at, m in enumerate(own)
         )
+        for own in plan.micro_batches
+    ]
+    return dataclasses.replace(plan, micro_batches=tuple(ranks))
+
+
+def divided(plan: StepPlan) -> StepPlan:
+    """The same, the keys and values of all slices divided over context-parallel ranks."""
+    ranks = [
+        tuple(dataclasses.replace(m, divided=m.slice is not None) for m in own)
         for own in plan.micro_batches
     ]
     return dataclasses.replace(plan, micro_batches=tuple(ranks))

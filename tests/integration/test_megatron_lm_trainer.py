@@ -11,6 +11,7 @@ import pytest
 from helpers.texts import write_texts
 from megatron_lm_runs import (
     BOTH,
+    CP2,
     DP2,
     FOCAL,
     LATENT,
@@ -66,6 +67,7 @@ CASES = {
     "slices-pp2-dp2": Case(
         4, PP2 | DP2 | UNMERGED | {"overlap_grad_reduce": True}, {"overlap_param_gather": True}
     ),
+    "slices-cp2-divided": Case(2, CP2 | UNMERGED | {"wlb_slice_cache": "divided"}),
     "slices-pp2-vpp2": Case(2, PP2_VPP2 | UNMERGED | EVALUATED, TIGHT),
     "slices-uneven": Case(
         4, PP2 | DP2 | UNMERGED | {"num_layers": 6, "decoder_last_pipeline_num_layers": 2}

@@ -128,6 +128,7 @@ class PackingSettings:
     slice_multiple: int | None = None
     dp_merge: Literal["auto", "off"] = "auto"
     recompute: Literal["auto", "off"] = "auto"
+    slice_cache: Literal["auto", "whole", "divided"] = "auto"
     micro_batches: Literal["fixed", "auto"] = "fixed"
     """Whether N is that of the batch size or, with a pipeline, chosen step by step."""
 

@@ -21,7 +21,9 @@ class SlimPacker(Packer):
     """
 
     name: ClassVar[str] = "slim"
-    reads = frozenset({"max_tokens", "units", "slice_multiple", "dp_merge", "recompute"})
+    reads = frozenset(
+        {"max_tokens", "units", "slice_multiple", "dp_merge", "recompute", "slice_cache"}
+    )
     number = "units"
     slices = True
     cannot: ClassVar[Mapping[str, str]] = {

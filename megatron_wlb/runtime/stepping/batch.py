@@ -132,7 +132,8 @@ def _cut_in_chunks(
         in_reach = k if reach_tokens is None else min(k, q + reach_tokens - 1)
         made.append(Segments.of([q], [in_reach], device, reach_tokens))
         first_keys.append(k - in_reach)
-    cut = replace(cut, chunks=tuple(made), first_keys=tuple(first_keys))
+    first_row = 0 if reach_tokens is None else max(0, cut.start + 1 - reach_tokens)
+    cut = replace(cut, chunks=tuple(made), first_keys=tuple(first_keys), first_row=first_row)
     if reach_tokens is not None or len(chunks) < 2 - bool(cut.start):
         return cut
     queries, keys = zip(*chunks, strict=True)
@@ -325,7 +326,7 @@ class BatchBuilder:
                 cp_rank=group.rank() if group else self.cp_rank,
                 cp_size=group.size() if group else self.cp_size,
                 sharding=plan.sharding,
-                cut=self.slices.slice(plan.slice) if plan.slice else None,
+                cut=self.slices.slice(plan.slice, plan.divided) if plan.slice else None,
                 group=group,
                 reach_tokens=self.reach_tokens,
             )

@@ -1,37 +1,54 @@
-"""Recomputes single micro-batches: their layers keep their inputs, and run again in backward.
+"""Recomputes single micro-batches: their layers, or MLPs, keep inputs, and run again in backward.
 
 Megatron recomputes all micro-batches or none. Its blocks read whether at the beginning of a forward
-pass, so that it can be said anew for each. A pass that was begun so ends so, whatever is said then.
+pass, and its layers whether their MLPs, so that it can be said anew for each. A pass that was begun
+so ends so, whatever is said then.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_wlb.cost.slices import LAYERS
+from megatron_wlb.errors import PlanError
 
 SAID = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def configs_of(chunk: torch.nn.Module) -> list[TransformerConfig]:
-    """What the blocks of a model chunk read, each once."""
-    kinds = TransformerBlock, MultiTokenPredictionLayer
-    read = {id(m.config): m.config for m in chunk.modules() if isinstance(m, kinds)}
-    return list(read.values())
+def _said(chunk: torch.nn.Module, what: int) -> list[tuple[Any, dict[str, Any]]]:
+    """What is said to whom."""
+    if what == LAYERS:
+        kinds = TransformerBlock, MultiTokenPredictionLayer
+        read = {id(m.config): m.config for m in chunk.modules() if isinstance(m, kinds)}
+        return [(config, SAID) for config in read.values()]
+    layers = [m for m in chunk.modules() if isinstance(m, TransformerLayer)]
+    if any(layer.config.add_bias_linear for layer in layers):
+        raise PlanError(
+            "a micro-batch is to recompute its MLPs, which have biases: Megatron's backward pass "
+            "then never ends; recompute its layers"
+        )
+    return [(layer, {"recompute_mlp": True}) for layer in layers if not layer.is_moe_layer]
 
 
 @contextlib.contextmanager
-def recomputed(configs: Sequence[TransformerConfig]) -> Iterator[None]:
-    """Forward passes in it recompute every layer."""
-    known = [{name: getattr(config, name) for name in SAID} for config in configs]
+def recomputed(chunk: torch.nn.Module, what: int) -> Iterator[None]:
+    """Forward passes of a model chunk in it recompute every layer, or dense MLP.
+
+    Raises :class:`PlanError` for MLPs with biases.
+    """
+    said = _said(chunk, what) if what else []
+    known = [{name: vars(of)[name] for name in values} for of, values in said]
     try:
-        for config in configs:
-            vars(config).update(SAID)
+        for of, values in said:
+            vars(of).update(values)
         yield
     finally:
-        for config, values in zip(configs, known, strict=True):
-            vars(config).update(values)
+        for (of, _), values in zip(said, known, strict=True):
+            vars(of).update(values)

@@ -40,7 +40,7 @@ from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.stepping.losses import LossFunction, load_loss
 from megatron_wlb.runtime.stepping.merge import check_merged, open_groups
-from megatron_wlb.runtime.stepping.recompute import configs_of, recomputed
+from megatron_wlb.runtime.stepping.recompute import recomputed
 from megatron_wlb.settings.config import Config
 
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
@@ -104,21 +104,20 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
 def _noted(
     forward_step: ForwardStep,
     chunks: Sequence[torch.nn.Module],
-    again: Sequence[bool],
+    again: Sequence[int],
     label: str,
 ) -> ForwardStep:
-    """``forward_step`` that says to the watchdog which pass begins, and which micro-batches are run
-    ``again`` in backward.
+    """``forward_step`` that says to the watchdog which pass begins, and to layers what of the
+    micro-batch is run ``again`` in backward.
     """
     numbers, num = [0] * len(chunks), len(again)
-    configs = list(map(configs_of, chunks)) if any(again) else []
 
     def run(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         chunk = next((k for k, known in enumerate(chunks) if known is model), 0)
         number, numbers[chunk] = numbers[chunk], numbers[chunk] + 1
         place = f"{label}: %s of micro-batch %%d of %%d, chunk %%d"
         watchdog.at(place % "forward", number, num, chunk)
-        with recomputed(configs[chunk]) if again[number] else contextlib.nullcontext():
+        with recomputed(model, again[number]):
             output, loss = forward_step(batches, model)
         if output.requires_grad:
             output.register_hook(  # type: ignore[no-untyped-call]
@@ -278,7 +277,7 @@ class StepRunner:
                 p2p_communicator=self.communicator,
             )
         stages = [Stage(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
-        again = [m.recomputed and not forward_only for m in micro_batches]
+        again = [0 if forward_only else m.recomputed for m in micro_batches]
         with (
             self.batches.ahead(micro_batches, stages) as iterators,
             _divided_by(plan.num_targets, model.config),

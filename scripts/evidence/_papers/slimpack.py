@@ -298,14 +298,19 @@ def own_units(run: Run, case: Case, effort: Effort) -> OwnUnits:
             documents = stream.next_step()
             settled.append(slicer.settle(documents, step))
             times_us = _by_number(slicer, documents)
-            settled_us += max(times_us[settled[-1]])
+            settled_us += max(times_us[settled[-1].num_units])
             common_us += min(map(max, times_us.values()))
             by_replica = [*zip(*times_us.values(), strict=True)]
             own_us += max(map(min, by_replica))
             unlike += len({own.index(min(own)) for own in by_replica}) > 1
         over.append((common_us / own_us, settled_us / own_us))
     over_common, over_settled = zip(*over, strict=True)
-    return OwnUnits(over_common, over_settled, unlike / len(settled), float(np.mean(settled)))
+    return OwnUnits(
+        over_common,
+        over_settled,
+        unlike / len(settled),
+        float(np.mean([way.num_units for way in settled])),
+    )
 
 
 def _by_number(slicer: Slicer, documents: Sequence[Document]) -> dict[int, list[float]]:
@@ -313,11 +318,11 @@ def _by_number(slicer: Slicer, documents: Sequence[Document]) -> dict[int, list[
     dealt = slicer._deal(slicer._heaviest_first(documents), merges=False)
     replicas = range(len(dealt.alone))
     return {
-        number: [
-            slicer.simulated_us(slicer._with_room(slicer._lay(dealt, replica, number), number))
+        way.num_units: [
+            slicer.simulated_us(slicer._with_room(slicer._lay(dealt, replica, way), way))
             for replica in replicas
         ]
-        for number in slicer._tried
+        for way in slicer._tried
     }
 
 

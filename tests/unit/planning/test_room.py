@@ -12,7 +12,7 @@ from megatron_wlb.cost import Execution, MemoryModel, Parallelism, Recompute
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import StepPlan
@@ -61,13 +61,36 @@ def test_steps_fit_by_recomputing_some(vpp_size: int) -> None:
         assert [m.spans for m in before] == [m.spans for m in plan]
         if peak_gib(free, before) <= limit:
             assert not any(m.recomputed for m in plan)
-    shares = [np.mean([m.recomputed for m in plan]) for plan in fitting]
+    shares = [np.mean([m.recomputed > 0 for m in plan]) for plan in fitting]
     assert 0 < np.mean(shares) < 0.5
     simulator = Simulator(free.costs, layout)
     times = [sum(simulator.step(p).step_us for p in some) for some in (plain, fitting)]
     full = run_in(1000.0, layout, FULL)
     all_us = sum(Simulator(full.costs, layout).step(plan).step_us for plan in plain)
     assert times[0] < times[1] < times[0] + 0.5 * (all_us - times[0])
+
+
+def test_mlps_are_recomputed_where_that_is_enough() -> None:
+    """They take less time than layers, for about half of the bytes; without biases alone."""
+    free = run_in(1000.0, TP8)
+    limit = 0.75 * max(peak_gib(free, plan) for plan in steps(free))
+    tight = run_in(limit, TP8)
+    found = [m for plan in steps(tight) for m in plan]
+    assert any(m.recomputed == MLPS for m in found)
+    units = [m for m in found if m.recomputed]
+    layers_us, mlps_us = 0.0, 0.0
+    for m in units:
+        known = [m.lengths], None, [m.prefixes], [1]
+        plain, mlps, layers = (
+            tight.costs.stages.times_us(*known, [what]).sum() for what in (0, MLPS, LAYERS)
+        )
+        assert plain < mlps < layers
+        layers_us, mlps_us = layers_us + layers - plain, mlps_us + mlps - plain
+    assert mlps_us < 0.6 * layers_us
+    assert tight.memory.shape.linear_bias is False
+    biased = replace(tight, shape=replace(tight.shape, linear_bias=True))
+    kinds = {m.recomputed for plan in steps(biased) for m in plan}
+    assert kinds == {0, LAYERS}
 
 
 def test_choosing_how_ranks_share_a_slice_leaves_what_is_recomputed() -> None:
@@ -120,7 +143,7 @@ def test_documents_of_several_replicas_are_recomputed_on_all_of_them() -> None:
         check_merged(plan)
         assert peak_gib(run, plan) <= 13.0
         again |= {m.recomputed for m in plan if m.replicas}
-    assert again == {False, True}
+    assert again == {0, MLPS, LAYERS}
 
 
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
@@ -132,7 +155,7 @@ def test_recomputed_units_hold_what_all_do_under_full_recomputation(kernels: str
         for recompute in (NONE, FULL)
     )
     units = [Unit(900, Slice(0, 0, 900, 2000)), Unit(1100, Slice(0, 900, 2000, 2000)), Unit(512)]
-    again = [unit._replace(recomputed=True) for unit in units]
+    again = [unit._replace(recomputed=LAYERS) for unit in units]
     for rank, actions in enumerate(sliced(2, [2, 1], 2)):
         expected = full.program_bytes(rank, actions, units)
         assert plain.program_bytes(rank, actions, again) == expected
@@ -143,10 +166,10 @@ def test_time_of_recomputed_units_is_that_of_full_recomputation() -> None:
     layout = Parallelism(tp_size=2, cp_size=2, pp_size=4, sequence_parallel=True)
     plain, full = (run_in(None, layout, recompute).costs.stages for recompute in (NONE, FULL))
     lengths, before = [[4096], [1024, 77], [513]], [[8192], [0, 0], [0]]
-    never, always = ([flag] * 3 for flag in (False, True))
+    never, always = ([flag] * 3 for flag in (0, LAYERS))
     base = plain.times_us(lengths, prefixes=before)
     assert (plain.times_us(lengths, None, before, None, never) == base).all()
-    found = plain.times_us(lengths, None, before, None, [True, False, True])
+    found = plain.times_us(lengths, None, before, None, [LAYERS, 0, LAYERS])
     expected = full.times_us(lengths, prefixes=before)
     # In full recomputation a third of what a kernel takes besides its work counts again, too.
     assert found[:, :, [0, 2]] == pytest.approx(expected[:, :, [0, 2]], rel=0.01)

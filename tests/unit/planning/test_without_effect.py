@@ -48,6 +48,10 @@ TOLD = [
     ("--wlb-expert-imbalance 1.5", 1, ["--wlb-expert-imbalance 1.5 has no effect: it counts only"]),
     ("--wlb-cost-extrapolate", 1, ["--wlb-cost-extrapolate has no effect: it counts only with"]),
     ("--wlb-units 8 --wlb-packing slim", 1, []),
+    (
+        f"{PP2} --wlb-packing slim --wlb-slice-cache divided", 2,
+        ["--wlb-slice-cache divided has no effect: it counts only with --context-parallel-size of"],
+    ),
 ]  # fmt: skip
 
 

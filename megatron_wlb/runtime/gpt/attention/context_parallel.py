@@ -9,7 +9,9 @@ ranks run together those of all of them.
 
 A slice's keys and values are gathered with the others, once, and go to the document's buffer, which
 is whole on every rank. The gradients there are this rank's part. Those of the slice's own rows are
-reduced with the others when its backward pass runs: the same bytes as without slices.
+reduced with the others when its backward pass runs: the same bytes as without slices. Where ranks
+divide the buffer, the rows before the slice are gathered besides
+(:mod:`megatron_wlb.runtime.gpt.attention.divided`).
 
 The first exchange may have a *head start*: see
 :mod:`megatron_wlb.runtime.gpt.attention.head_start`.
@@ -44,20 +46,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan.sharding import RankLayout
+from megatron_wlb.runtime.gpt.attention.divided import Gathered, Reduction, Rows
+from megatron_wlb.runtime.gpt.attention.divided import all_gather as _all_gather
+from megatron_wlb.runtime.gpt.attention.divided import reduce_scatter as _reduce_scatter
 from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
 from megatron_wlb.runtime.gpt.attention.slices import KernelCall, LayerSlice, PrefixCall, halves
 from megatron_wlb.runtime.ranks.transfer import to_device
-
-# Their names from torch 2.13 on; the old ones warn there.
-_all_gather, _reduce_scatter = (
-    getattr(torch.distributed, new, None) or getattr(torch.distributed, old)
-    for new, old in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +209,8 @@ class _Part:
     """Calls for the slice's chunks, and then one for all other tokens, if there are any."""
     pair: torch.Tensor
     """``[Tk, 2, G/g, D]``: key and value of the last call are its :func:`halves`."""
+    opened: torch.Tensor | None = None
+    """``[rows, 2, G/g, D]``: the rows that a slice sees, where ranks divide them."""
 
     @property
     def out(self) -> torch.Tensor:
@@ -298,6 +296,14 @@ class _Run:
         return self.gather.has_others or self.latent is not None
 
     @property
+    def _rows(self) -> Rows | None:
+        """What the slice works on, where ranks divide its document's keys and values."""
+        if self.cut is None or not self.cut.slice.divided:
+            return None
+        cut = self.cut.slice
+        return Rows(self.parallel.group, cut.first_row, cut.start, cut.stop)
+
+    @property
     def _num_own(self) -> int:
         """Local queries of the slice."""
         return self.cut.slice.num_queries if self.cut else 0
@@ -307,7 +313,13 @@ class _Run:
     ) -> Iterator[_Part]:
         """Each head group's part, with graphs of its own if gradients are enabled."""
         like = key if self.latent is None else query  # which has as many heads as its keys
-        opened = () if self.cut is None else self._heads(self.cut.fill(like).pair)
+        opened: list[torch.Tensor] = []
+        gathered = None
+        if self.cut is not None:
+            size = 1 if self._rows is None else self._rows.group.size()
+            opened += self._heads(self.cut.fill(like, size).pair)
+            if self._rows is not None:
+                gathered = self.cut.gathered(self._rows, self._heads, self._rows.start)
         parts = self._head_start(query, key)
         begun: list[JoinedCall] = []
 
@@ -318,7 +330,9 @@ class _Run:
                 begun.append(JoinedCall(kernel, parts, self.scale, first[self._num_own :], local))
 
         kept = keep and self.parallel.keep_gathered
-        pairs = self._gathered(key, value, begin, parts is not None, opened=opened, keep=kept)
+        pairs = self._gathered(
+            key, value, begin, parts is not None, opened=opened, before=gathered, keep=kept
+        )
         for number, (group_query, pair) in enumerate(zip(self._heads(query), pairs, strict=True)):
             calls: list[KernelCall | JoinedCall | PrefixCall] = []
             if self.cut is not None:
@@ -333,7 +347,9 @@ class _Run:
                 calls.append(KernelCall.of(self.kernel, *whole, self.scale, keep))
             if not kept:
                 _free(pair)
-            yield _Part(calls, pair)
+                if gathered is not None:
+                    _free(opened[number])
+            yield _Part(calls, pair, None if gathered is None else opened[number])
         if self.cut is not None:
             self.cut.filled()
 
@@ -342,9 +358,12 @@ class _Run:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Gradients of the local query, key and value; frees what the parts hold."""
         opened: tuple[torch.Tensor, ...] = ()
+        again = None
         if self.cut is not None:
             _, sums = self.cut.turn()
             opened = self._heads(sums)
+            if self._rows is not None and not self.parallel.keep_gathered:
+                again = self.cut.gathered(self._rows, self._heads, self._rows.stop)
         pairs = [part.pair for part in parts]
         gathered = iter(pairs)
         joined = parts[0].calls[-1] if parts[0].calls else None
@@ -361,14 +380,25 @@ class _Run:
         else:
             begin()
         grads_query, reducing = [], []
+        shares: list[tuple[Reduction | None, torch.Tensor]] = []
         for number, (part, pair, grad_out) in enumerate(
             zip(parts, gathered, self._heads(grad), strict=True)
         ):
             own, own_rows = [], None
             if self.cut is not None:
                 calls = cast(list[KernelCall | PrefixCall], part.calls[: self.cut.num_calls])
-                own = self.cut.differentiate(calls, grad_out[: self._num_own], opened[number])
-                own_rows = self.cut.rows(opened[number])
+                sums = opened[number]
+                if again is not None:
+                    again.take(part.opened)
+                if self._rows is not None:
+                    sums = self._rows.sums(sums)
+                own = self.cut.differentiate(calls, grad_out[: self._num_own], sums)
+                if self._rows is not None:
+                    assert part.opened is not None
+                    _free(part.opened)
+                    started = self._rows.start_reduce(sums, self._sum_dtype(pair))
+                    shares.append((started, opened[number]))
+                own_rows = self.cut.rows(sums)
             far: list[torch.Tensor] = []
             near: list[torch.Tensor] = []
             gather = self.gather
@@ -384,6 +414,9 @@ class _Run:
             grads_query.append(_joined(own, dim=0))
             reducing.append(self._start_reduce(pair, gather, far, near, own_rows))
             del far, near, own
+        for reduction, share in shares:
+            if reduction is not None:
+                reduction.add_to(share)
         for _, _, work in reducing:
             work.wait()
         if self.cut is not None:
@@ -393,6 +426,11 @@ class _Run:
         if self.latent is not None:
             return _joined(grads_query), local, None
         return _joined(grads_query), local[:, 0], local[:, 1]
+
+    def _sum_dtype(self, pair: torch.Tensor) -> torch.dtype:
+        """In which gradients of keys and values are summed over the ranks."""
+        exact = torch.promote_types(pair.dtype, torch.float32)
+        return exact if self.parallel.reduce_in_fp32 else pair.dtype
 
     def _own(self, reduced: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Adds up the local keys' gradients: those of the sent rows, and those of all rows here."""
@@ -432,16 +470,18 @@ class _Run:
         begin: Callable[[], None],
         is_split: bool,
         *,
-        opened: Sequence[torch.Tensor] = (),
+        opened: list[torch.Tensor] | None = None,
+        before: Gathered | None = None,
         into: list[torch.Tensor] | None = None,
         keep: bool,
     ) -> Iterator[torch.Tensor]:
         """Each head group's ``[Tk, 2, G/g, D]``, the next one's collective under way.
 
         ``begin`` works while the first one's is. Where that has a head start (``is_split``), it has
-        far keys only. ``opened`` are the buffers in which a slice's rows are written. ``into`` are
-        tensors as those given, whose storage was freed: they are filled again. With ``keep`` the
-        projection of latents can be differentiated.
+        far keys only. ``opened`` are the buffers in which a slice's rows are written; or shares of
+        them, in whose places come the rows ``before`` and the slice's. ``into`` are tensors as
+        those given, whose storage was freed: they are filled again. With ``keep`` the projection
+        of latents can be differentiated.
         """
         values = (None,) if value is None else self._heads(value)
         groups = list(zip(self._heads(key), values, strict=True))
@@ -459,8 +499,13 @@ class _Run:
             if self.latent is not None:
                 rows = self.latent.up(rows, keep=keep)
             index = (self.gather.split[1] if is_split and number == 0 else self.gather).rows
-            if self.cut is not None and opened:
+            if self.cut is not None and opened is not None:
+                share = opened[number]
+                if before is not None:
+                    opened[number] = before.take()
                 self.cut.write(opened[number], rows, self.gather.slice_rows)
+                if before is not None:
+                    before.rows.keep(opened[number], share)
             if into is None:
                 pair = rows.index_select(0, index)
             else:
@@ -505,8 +550,7 @@ class _Run:
         slice's. In fp32 where that is asked for. Also what is sent, and the work. Of latents, their
         gradients by these.
         """
-        exact = torch.promote_types(pair.dtype, torch.float32)
-        dtype = exact if self.parallel.reduce_in_fp32 else pair.dtype
+        dtype = self._sum_dtype(pair)
         make = pair.new_empty if far else pair.new_zeros
         rows = make(gather.layout.num_rows, *pair.shape[1:], dtype=dtype)
         num_local = len(gather.layout.tokens)

@@ -229,7 +229,11 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
             assert value is not None
             return self._alone(query, key, value, params.segments, run, kernel)
         # Little is exchanged of a slice behind many: one group, so that fewer calls do more.
-        behind = params.slice is not None and params.slice.start > params.gather.layout.num_tokens
+        behind = (
+            params.slice is not None
+            and not params.slice.divided
+            and params.slice.start > params.gather.layout.num_tokens
+        )
         return context_attention(
             query,
             key,

@@ -14,6 +14,7 @@ in another to the slice's own (:class:`PrefixCall`).
 
 A layer of a document of ``L`` tokens holds ``2·L·G·D`` numbers in the activations' dtype from its
 first forward to its last backward, and as many of at least fp32 from its first backward on.
+Context-parallel ranks may divide both (:mod:`megatron_wlb.runtime.gpt.attention.divided`).
 
 Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G`` key/value heads,
 ``D`` head dimension.
@@ -21,9 +22,9 @@ Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
@@ -33,9 +34,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from megatron_wlb.cost.attention import TILE, key_parts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Span
+from megatron_wlb.runtime.gpt.attention.divided import Gathered, Rows
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, join
 
+Heads: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""Takes a tensor apart in head groups."""
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
 
@@ -59,9 +63,11 @@ def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, tor
 class Buffer:
     """The keys and values of one document in one layer, and their gradients."""
 
-    def __init__(self, length: int, like: torch.Tensor) -> None:
-        self.pair = like.new_empty(length, 2, *like.shape[1:])
-        """``[L, 2, G, D]``: see :func:`halves`."""
+    def __init__(self, length: int, like: torch.Tensor, num_shares: int = 1) -> None:
+        self.num_shares = num_shares
+        """Ranks that divide the rows."""
+        self.pair = like.new_empty(-(-length // num_shares), 2, *like.shape[1:])
+        """``[L, 2, G, D]``, or the share of this rank: see :func:`halves`."""
         self.grad: torch.Tensor | None = None
         """Gradients summed so far, of at least fp32; None before the first backward pass."""
         self.cuts = [0]
@@ -77,6 +83,8 @@ class SliceStore:
         """By document and layer number."""
         self.choices: dict[tuple[Key, Any], dict[int, Any]] = {}
         """What a router notes of a document's slices, by where they start; until the next step."""
+        self.ahead: tuple[tuple[tuple[Key, int], int, int], Gathered] | None = None
+        """What a layer gathers already of another one's rows: whose, from which to which."""
 
     def begin(self, forward_only: bool) -> None:
         """Starts a step; what a failed one has left is dropped.
@@ -85,6 +93,7 @@ class SliceStore:
         """
         self.buffers.clear()
         self.choices.clear()
+        self.ahead = None
         self.forward_only = forward_only
 
     def end(self) -> None:
@@ -96,14 +105,14 @@ class SliceStore:
             self.buffers.clear()
             raise PlanError(
                 f"the step ends with document {document} open in layer {layer}, rows 0 to "
-                f"{buffer.cuts[-1]} of {len(buffer.pair)} there; run all its slices forward, and "
+                f"{buffer.cuts[-1]} there; run all its slices forward, and "
                 "then all backward"
             )
 
-    def slice(self, span: Span) -> Slice:
+    def slice(self, span: Span, divided: bool = False) -> Slice:
         """The handle of a slice whose queries are not laid out yet."""
         document = span.document
-        return Slice(self, document.key, span.start, span.stop, document.length)
+        return Slice(self, document.key, span.start, span.stop, document.length, divided=divided)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -125,6 +134,10 @@ class Slice:
     """The same queries, to the slice's own keys alone; None where there are no others."""
     before: Segments | None = None
     """All of them, to the rows before the slice, if there are any."""
+    divided: bool = False
+    """Whether context-parallel ranks divide the document's keys and values."""
+    first_row: int = 0
+    """The first row that any query sees, on whichever rank."""
     _in_parts: dict[int, Segments] = field(default_factory=dict)
 
     def before_in(self, parts: int) -> Segments:
@@ -262,7 +275,7 @@ class LayerSlice:
     joined_from: int | None = 2
     """Chunks from which on a kernel that tells log-sum-exps attends in two parts; None: never."""
 
-    def fill(self, key: torch.Tensor) -> Buffer:
+    def fill(self, key: torch.Tensor, num_shares: int = 1) -> Buffer:
         """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
 
         A slice follows the one before it. Or it is computed again for its own backward pass,
@@ -273,12 +286,44 @@ class LayerSlice:
         cut, buffers = self.slice, self.slice.store.buffers
         buffer = buffers.get(self._name)
         if buffer is None and cut.start == 0:
-            buffer = buffers[self._name] = Buffer(cut.length, key)
+            buffer = buffers[self._name] = Buffer(cut.length, key, num_shares)
         if buffer is None or not self._is_next(buffer):
             if buffer is None or buffer.grad is not None or buffer.cuts[-1] != cut.start:
                 self._refuse("forward", buffer)
             buffer.cuts.append(cut.stop)
+        if buffer.num_shares != num_shares:
+            raise PlanError(
+                f"rows {cut.start} to {cut.stop} of document {cut.document} are to be divided over "
+                f"{num_shares} ranks, those before over {buffer.num_shares}; give all slices of a "
+                "document the same"
+            )
         return buffer
+
+    def gathered(self, rows: Rows, heads: Heads, stop: int) -> Gathered:
+        """The rows up to ``stop`` of all head groups of a divided buffer, under way.
+
+        When the last group's are there, those of the layer that comes next are begun, so that they
+        come while this one works: of the next layer in forward, in backward of the one before.
+        """
+        store = self.slice.store
+        name = self._name, rows.first, stop
+        if store.ahead is not None and store.ahead[0] == name:
+            (_, found), store.ahead = store.ahead, None
+        else:
+            found = Gathered(rows, heads(store.buffers[self._name].pair), stop)
+        found.then = partial(self._begin_next, rows, heads, stop)
+        return found
+
+    def _begin_next(self, rows: Rows, heads: Heads, stop: int) -> None:
+        """What is not taken after all does no harm: these rows stay as they are."""
+        cut, store, backward = self.slice, self.slice.store, stop == self.slice.stop
+        name = cut.document, self.layer + (-1 if backward else 1)
+        buffer = store.buffers.get(name)
+        if buffer is None or buffer.num_shares == 1:
+            return
+        comes = buffer.grad is None and buffer.cuts[-1] == cut.start
+        if self._is_next(buffer) if backward else comes:
+            store.ahead = (name, rows.first, stop), Gathered(rows, heads(buffer.pair), stop)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slice's own rows of a buffer's tensor."""

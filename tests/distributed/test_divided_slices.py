@@ -1,0 +1,132 @@
+"""Slices whose keys and values are divided over context-parallel ranks: as one process computes it.
+
+Loss, every element of every gradient, and the weights after several optimizer steps, as in
+``test_executor.py``. And faults that must not pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+from helpers.gloo import GlooPool
+from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, WORKLOAD, Layout, Oracle, further
+from helpers.ranks import divided, half_recomputed, sliced_for, train
+from helpers.shards import differences
+from helpers.workload import Workload
+from test_merge import merged_for
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.settings.config import Config
+
+CP2 = Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS)
+EP2 = Layout("deepseek", 2, cp=2, ep=2, sharding="adaptive")
+CASES = [
+    CP2,
+    Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid"),
+    Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
+    Layout("llama", 2, pp=2, vpp=2, cp=2, extra=FULL),
+]
+FURTHER = [
+    Layout("yarn", 1, cp=4, sharding="hybrid"),
+    Layout("gpt2", 1, cp=2, sharding="per-sequence", extra=f"{KEEP} {FULL}"),
+    Layout("latent-yarn", 1, cp=2, sharding="per-document"),
+    Layout("sliding-skip", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+    Layout("sliding", 1, cp=4, sharding="adaptive"),
+    EP2,
+]
+
+
+def divided_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    plan = divided(sliced_for(config, workload, world_size, step))
+    assert any(m.divided for m in plan)
+    return plan
+
+
+def recomputed_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    return half_recomputed(divided_for(config, workload, world_size, step))
+
+
+def divided_and_merged_for(
+    config: Config, workload: Workload, world_size: int, step: int
+) -> StepPlan:
+    return divided(merged_for(config, workload, world_size, step))
+
+
+def runs_of(gloo, case: Layout, initial, fault=nullcontext, plan_for=divided_for):
+    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
+
+
+@pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
+def test_divided_slices_compute_what_one_process_does(
+    gloo: GlooPool, oracle: Oracle, case: Layout
+) -> None:
+    expected = oracle(case)
+    assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+
+
+@pytest.mark.parametrize("case", [CP2, further(EP2)], ids=str)
+def test_divided_slices_are_recomputed(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
+    expected = oracle(case)
+    runs = runs_of(gloo, case, expected.initial, plan_for=recomputed_for)
+    assert differences(expected, runs) == []
+
+
+def test_ranks_together_divide_keys_and_values(gloo: GlooPool, oracle: Oracle) -> None:
+    case = Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS)
+    expected = oracle(case)
+    runs = runs_of(gloo, case, expected.initial, plan_for=divided_and_merged_for)
+    assert differences(expected, runs) == []
+
+
+# What must not pass.
+
+
+@contextlib.contextmanager
+def without_what_others_give(runner) -> Iterator[None]:
+    """Gradients of rows before a slice stay on the rank that computed them."""
+    from megatron_wlb.runtime.gpt.attention.divided import Rows
+
+    with mock.patch.object(Rows, "start_reduce", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def keep_rows_of_another_rank(runner) -> Iterator[None]:
+    from megatron_wlb.runtime.gpt.attention.divided import Rows
+
+    right = Rows.keep
+
+    def wrong(self, whole, share):
+        right(self, whole.roll(1, 0), share)
+
+    with mock.patch.object(Rows, "keep", wrong):
+        yield
+
+
+@pytest.mark.parametrize("fault", [without_what_others_give, keep_rows_of_another_rank])
+def test_wrong_shares_are_seen(
+    gloo: GlooPool, oracle: Oracle, fault: Callable[..., object]
+) -> None:
+    expected = oracle(CP2)
+    assert differences(expected, runs_of(gloo, CP2, expected.initial, fault)) != []
+
+
+def half_divided_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """The first slice of each document is not divided."""
+    plan = divided_for(config, workload, world_size, step)
+    ranks = [
+        tuple(dataclasses.replace(m, divided=bool(m.slice and m.slice.start)) for m in own)
+        for own in plan.micro_batches
+    ]
+    return dataclasses.replace(plan, micro_batches=tuple(ranks))
+
+
+def test_document_that_is_half_divided_is_refused(gloo: GlooPool, oracle: Oracle) -> None:
+    with pytest.raises(PlanError, match="are to be divided over 2 ranks, those before over 1"):
+        runs_of(gloo, CP2, oracle(CP2).initial, plan_for=half_divided_for)
