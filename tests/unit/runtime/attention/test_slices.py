@@ -223,7 +223,7 @@ def test_a_gradient_that_leaves_out_a_later_slice_is_another(
 def test_an_unfinished_document_ends_no_step() -> None:
     document = Sliced((0, 30, 90), 7)
     document.run([("F", 0), ("F", 1), ("B", 1)])
-    with pytest.raises(PlanError, match=r"document \(7, 0\) open in layer 3, rows 0 to 30 of 90"):
+    with pytest.raises(PlanError, match=r"document \(7, 0\) open in layer 3, rows 0 to 30 there"):
         document.store.end()
     document.store.end()
 
