@@ -40,11 +40,8 @@ def seen(backend: str) -> tuple[str, str]:
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     try:
-        with (
-            mock.patch.dict(os.environ, rest, clear=True),
-            mock.patch.object(lm_model, "choose_kernel", noted),
-        ):
-            lm_model.install(patches, parse(["--mock-data"]))
+        with mock.patch.dict(os.environ, rest, clear=True):
+            lm_model.install(patches, parse(["--mock-data"]), noted)  # type: ignore[arg-type]
             core = TransformerConfig(
                 num_layers=1, hidden_size=64, num_attention_heads=4,
                 attention_backend=AttnBackend[backend], calculate_per_token_loss=True,
