@@ -31,7 +31,8 @@ class Setting:
     """What a run that resumes may do: ``same`` is nothing, ``told`` is another value with a
     warning."""
     layout: bool = False
-    """Whether a run that resumes must have the same, unless replicas have strategies."""
+    """Whether it says how a model is divided. The embedded trainer resumes with the same, and
+    strategies say it themselves."""
     planned: bool = False
     """Whether it is Megatron's, no weight tells of it, and plans depend on it."""
     alike: bool = True

@@ -98,16 +98,17 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     """The run of these settings and its runner, with models of megatron-core alone."""
     import torch
     import torch.distributed as dist
-    from megatron.core import optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_wlb.planning.strategy_run import StrategyRun
     from megatron_wlb.runtime.gpt.build import build_model
     from megatron_wlb.runtime.ranks.hosts import Hosts
+    from megatron_wlb.runtime.stepping.optimizer import optimizer_config
     from megatron_wlb.runtime.stepping.step import StepRunner
     from megatron_wlb.runtime.strategy.groups import GroupOpener
     from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica, parameters_of
     from megatron_wlb.runtime.strategy.runner import StrategyRunner, layout_of
+    from megatron_wlb.runtime.strategy.store import groups_of
     from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(config)
@@ -126,30 +127,17 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
             runner.verify_plan_interval = 0
         opened[layout_of(replica)] = model, runner, groups
     models = [model for model, _, _ in opened.values()]
-    training = config.training
-    options = optimizer.OptimizerConfig(
-        optimizer="adam",
-        lr=training.lr,
-        min_lr=training.min_lr,
-        weight_decay=training.weight_decay,
-        bf16=training.bf16,
-        adam_beta1=training.adam_beta1,
-        adam_beta2=training.adam_beta2,
-        adam_eps=training.adam_eps,
-        clip_grad=training.clip_grad,
-    )
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    options = optimizer_config(config, dtype)
     chunks = [chunk for model in models for chunk in model.chunks]
-    param_groups = optimizer._get_param_groups(chunks, options, None)
-    numbers = {id(p): n for n, group in enumerate(param_groups) for p in group["params"]}
+    param_groups, group_of = groups_of(chunks, options)
     shapes = [[p.shape for p in parameters_of(model)] for model in models]
-    dtype = torch.bfloat16 if training.bf16 else torch.float32
-    most = max((sum(s.numel() for s in sizes) for sizes in shapes), default=0)
-    arena = Arena(most, dtype, torch.device("cpu"))
+    arena = Arena(shapes, dtype, torch.device("cpu"))
     for model, sizes in zip(models, shapes, strict=True):
         arena.place(parameters_of(model), sizes)
     made = StrategyRunner(
         run.strategies,
-        {layout: LocalReplica(*opened[layout], lambda p: numbers[id(p)]) for layout in opened},
+        {layout: LocalReplica(*opened[layout], group_of) for layout in opened},
         arena,
         Hosts(ProcessGroupCollection.use_mpu_process_groups()),
         config.model.num_layers,

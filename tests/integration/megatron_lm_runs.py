@@ -80,6 +80,32 @@ SLICES: Flags = {"wlb_packing": "slim", "wlb_units": 12, "wlb_slice_multiple": 8
 RECOMPUTED: Flags = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
+LLAMA: Flags = {
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "untie_embeddings_and_output_weights": True,
+}
+LLAMA_LATENT: Flags = LLAMA | {
+    "group_query_attention": None,
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 14,
+}
+LLAMA_EXPERTS: Flags = LLAMA | {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.5,
+    "moe_token_dispatcher_type": "alltoall",
+}
 LATENT: Flags = {
     "multi_latent_attention": True,
     "q_lora_rank": 24,

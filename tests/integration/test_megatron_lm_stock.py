@@ -19,6 +19,9 @@ import pytest
 from helpers.layouts import further
 from megatron_lm_runs import (
     BOTH,
+    LLAMA,
+    LLAMA_EXPERTS,
+    LLAMA_LATENT,
     PP2,
     Finished,
     Flags,
@@ -55,32 +58,6 @@ SMALL: Flags = BOTH | {
     "init_method_std": 0.4,  # with which heads see more than means
 }
 ALONE: Flags = {"eod_mask_loss": True, "data_cache_path": "cache"}
-LLAMA: Flags = {
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "normalization": "RMSNorm",
-    "qk_layernorm": True,
-    "untie_embeddings_and_output_weights": True,
-}
-LATENT: Flags = LLAMA | {
-    "group_query_attention": None,
-    "num_query_groups": None,
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 12,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 14,
-}
-EXPERTS: Flags = LLAMA | {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 32,
-    "moe_router_topk": 2,
-    "moe_aux_loss_coeff": 0.5,
-    "moe_token_dispatcher_type": "alltoall",
-}
 STEPS: Flags = {"train_iters": None, "train_samples": 12}
 if BY_STEPS:
     RAMP: Flags = STEPS | {"global_batch_size": None}
@@ -91,7 +68,10 @@ else:
 
 def balanced(*kinds: str) -> Flags:
     coefficients = [0.5 + 0.2 * n for n in range(len(kinds))]
-    return EXPERTS | {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": coefficients}
+    return LLAMA_EXPERTS | {
+        "moe_router_load_balancing_type": kinds,
+        "moe_aux_loss_coeff": coefficients,
+    }
 
 
 CASES: dict[str, Flags] = {
@@ -101,8 +81,8 @@ CASES: dict[str, Flags] = {
     "rope-percent": {"rotary_percent": 0.5, "rotary_base": 500},
     "rope-pairs": {"rotary_interleaved": True},
     "rope-scaled": {"use_rope_scaling": True, "rope_scaling_factor": 64},
-    "latent": LATENT | {"rope_type": "rope"},
-    "latent-yarn": LATENT | {"rotary_scaling_factor": 4.0, "mscale": 1.3},
+    "latent": LLAMA_LATENT | {"rope_type": "rope"},
+    "latent-yarn": LLAMA_LATENT | {"rotary_scaling_factor": 4.0, "mscale": 1.3},
     "experts": balanced("aux_loss", "seq_aux_loss", "global_aux_loss") | {"moe_z_loss_coeff": 0.1},
     "aux_loss": balanced("aux_loss"),
     "seq_aux_loss": balanced("seq_aux_loss"),

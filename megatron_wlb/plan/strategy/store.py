@@ -6,7 +6,8 @@ step pulls the weights that its replicas need, and pushes their gradients, which
 
 A bucket's elements stand tile by tile: of TP n, tensor-parallel rank t needs the n-th part from
 ``t · size // n`` on. Norms and biases, which every TP rank needs whole, are counted with the rest.
-The order of elements in memory is the runtime's matter.
+The order of elements in memory is the runtime's matter. It gives parts of a bucket to ranks that
+use them, so what a step moves here is the most that it moves.
 
 Legend: ``R`` ranks of the cluster.
 """

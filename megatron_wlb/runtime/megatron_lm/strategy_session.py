@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import optimizer as megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.errors import CompatibilityError
@@ -50,8 +49,10 @@ from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.stepping.step import ForwardStep, StepRunner
 from megatron_wlb.runtime.strategy import shard_files
 from megatron_wlb.runtime.strategy.groups import GroupOpener, ReplicaGroups
+from megatron_wlb.runtime.strategy.pieces import GroupOf
 from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica, parameters_of
 from megatron_wlb.runtime.strategy.runner import Layout, StrategyRunner, layout_of
+from megatron_wlb.runtime.strategy.store import groups_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +144,11 @@ class StrategySession(Session):
             for parameter in parameters:
                 parameter.data = parameter.data.new_empty(0)
         self._seed()
-        self._arena = Arena(
-            max((sum(s.numel() for s in own) for own in shapes.values()), default=0),
-            self.args.params_dtype,
-            torch.empty(0, device="cuda").device,  # the CPU, under emulation
-        )
+        device = torch.empty(0, device="cuda").device  # the CPU, under emulation
+        self._arena = Arena(shapes.values(), self.args.params_dtype, device)
         for layout, built in self._built.items():
             self._arena.place(parameters_of(built.model), shapes[layout])
-        return [StrategyModel(self)]
+        return [StrategyModel(_core_config(self.args), lambda: self.strategies)]
 
     def _get_optimizer(
         self, _original: Any, config: Any, chunks: Any, config_overrides: Any = None, **_: Any
@@ -159,25 +157,19 @@ class StrategySession(Session):
         makes of the models' parameters.
         """
         models = [chunk for built in self._built.values() for chunk in built.model.chunks]
-        groups = megatron_optimizer._get_param_groups(models, config, config_overrides)
-        groups.sort(key=lambda group: bool(group["is_expert_parallel"]))
-        numbers = {id(p): n for n, group in enumerate(groups) for p in group["params"]}
-        self._open_store(numbers)
-        assert self.strategies is not None
-        self.strategies.store.optimize(config, groups)
-        made = self.strategies.store.optimizer
-        made.sharded_state_dict = partial(_optimizer_state, self.strategies)
-        made.load_state_dict = partial(shard_files.set_optimizer, self.strategies)
+        groups, group_of = groups_of(models, config, config_overrides)
+        runner = self._open_store(group_of)
+        runner.store.optimize(config, groups)
+        made = runner.store.optimizer
+        made.sharded_state_dict = partial(_optimizer_state, runner)
+        made.load_state_dict = partial(shard_files.set_optimizer, runner)
         made.reload_model_params = lambda *_, **__: None  # weights are the store's
         for built in self._built.values():
             built.model.config.grad_scale_func = made.scale_loss
         return made
 
-    def _open_store(self, groups: Mapping[int, int]) -> None:
-        """Makes the store and its first weights; all ranks of the world call it together.
-
-        ``groups`` are the numbers of parameters' groups by identity.
-        """
+    def _open_store(self, group_of: GroupOf) -> StrategyRunner:
+        """Makes the store and its first weights; all ranks of the world call it together."""
         local = {}
         for layout, built in self._built.items():
             own = self.run.replica_config(built.scheme)
@@ -185,13 +177,9 @@ class StrategySession(Session):
                 runner = StepRunner.of(own, built.model, self.corpora, self.device)
             runner.verify_plan_interval = 0  # they are compared once, over all replicas
             local[layout] = LocalReplica(
-                built.model,
-                runner,
-                built.groups,
-                lambda parameter: groups.get(id(parameter), 0),
-                self.args.seed,
+                built.model, runner, built.groups, group_of, self.args.seed
             )
-        self.strategies = StrategyRunner(
+        self.strategies = made = StrategyRunner(
             self.run.strategies,
             local,
             self._arena,
@@ -205,7 +193,8 @@ class StrategySession(Session):
             for parameter, values in pairs:
                 parameter.data.copy_(values)
             self._first.clear()
-        self.strategies.take_weights(self.run.strategies[0])
+        made.take_weights(self.run.strategies[0])
+        return made
 
     def _norm(self, _original: Any, _model: Any, *_rest: Any, **_options: Any) -> float:
         """Megatron's ``calc_params_l2_norm``, of the store's weights."""
@@ -222,7 +211,7 @@ class StrategySession(Session):
             self._chunks = chunks
             self.model = Model(chunks[0].config, chunks[0].pg_collection, list(chunks), [])
             if self.strategies is None:  # nothing is trained
-                self._open_store({})
+                self._open_store(lambda _: 0)
 
     def _settle(self, kernel: str | None) -> None:
         assert self.strategies is not None
@@ -308,15 +297,15 @@ class StrategyModel(torch.nn.Module):
     force_all_reduce = False
     """Megatron sets it where gradients are saved."""
 
-    def __init__(self, session: StrategySession) -> None:
+    def __init__(self, config: Any, runner: Callable[[], StrategyRunner | None]) -> None:
         super().__init__()
-        self._session = [session]  # not a part of the model
-        self.config = _core_config(session.args)
+        self.config = config
+        self._made = runner
         self.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     @property
     def _runner(self) -> StrategyRunner:
-        runner = self._session[0].strategies
+        runner = self._made()
         assert runner is not None, "the store is made with the optimizer"
         return runner
 

@@ -36,29 +36,34 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
     check_checkpoints(
         config.parallel.use_distributed_optimizer, config.checkpoint.save, config.checkpoint.load
     )
-    training = config.training
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=training.optimizer,
-            lr=training.lr,
-            min_lr=training.min_lr,
-            weight_decay=training.weight_decay,
-            bf16=training.bf16,
-            params_dtype=model.config.params_dtype,
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_eps=training.adam_eps,
-            sgd_momentum=training.sgd_momentum,
-            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-            overlap_param_gather=config.parallel.overlap_param_gather,
-            clip_grad=training.clip_grad,
-        ),
+        optimizer_config(config, model.config.params_dtype),
         model.chunks,
         use_gloo_process_groups=False,
     )
     make_loadable(optimizer)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer, build_scheduler(config, optimizer)
+
+
+def optimizer_config(config: Config, dtype: torch.dtype) -> OptimizerConfig:
+    """Megatron's settings of the optimizer; ``dtype`` is that of the weights of passes."""
+    training = config.training
+    return OptimizerConfig(
+        optimizer=training.optimizer,
+        lr=training.lr,
+        min_lr=training.min_lr,
+        weight_decay=training.weight_decay,
+        bf16=training.bf16,
+        params_dtype=dtype,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_eps,
+        sgd_momentum=training.sgd_momentum,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        clip_grad=training.clip_grad,
+    )
 
 
 def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:

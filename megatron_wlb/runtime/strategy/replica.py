@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,18 @@ from megatron_wlb.runtime.strategy.routes import Pull, Push
 
 
 class Arena:
-    """The weights and gradients of whichever replica a rank runs: memory of the largest."""
+    """The weights and gradients of whichever replica a rank runs: memory of the largest.
 
-    def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
+    ``shapes`` are those of the parameters of each.
+    """
+
+    def __init__(
+        self,
+        shapes: Iterable[Sequence[torch.Size]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_elements = max((sum(s.numel() for s in own) for own in shapes), default=0)
         self.weights = torch.zeros(num_elements, dtype=dtype, device=device)
         self.gradients = torch.zeros(num_elements, device=device)
 

@@ -13,6 +13,19 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_wlb.runtime.stepping.optimizer import make_loadable
 from megatron_wlb.runtime.strategy.buckets import Buckets
+from megatron_wlb.runtime.strategy.pieces import GroupOf
+
+
+def groups_of(
+    chunks: Sequence[Any], config: OptimizerConfig, overrides: Any = None
+) -> tuple[list[dict[str, Any]], GroupOf]:
+    """Megatron's groups of the parameters of models, those of experts last, and which one each
+    parameter is in; all ranks of the world call it together.
+    """
+    groups = megatron_optimizer._get_param_groups(chunks, config, overrides)
+    groups.sort(key=lambda group: bool(group["is_expert_parallel"]))
+    numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    return groups, lambda parameter: numbers[id(parameter)]
 
 
 class Store:
@@ -47,9 +60,7 @@ class Store:
             self._parameters.append(own)
 
     def optimize(self, config: OptimizerConfig, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Makes Megatron's optimizer of the shards, with ``groups`` as Megatron makes them of a
-        model; those of experts come last.
-        """
+        """Makes Megatron's optimizer of the shards, in groups of :func:`groups_of`."""
         own = [
             {**group, "params": [p for part in self._parameters for g, p in part if g == number]}
             for number, group in enumerate(groups)

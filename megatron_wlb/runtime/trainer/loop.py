@@ -9,7 +9,6 @@ import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
-from megatron_wlb.planning.planner import Planner
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.gpt.build import Model, build_model, settle_kernel
 from megatron_wlb.runtime.measuring.measure import measured_cost
@@ -73,7 +71,7 @@ class Trainer:
         vocab_size = self.corpora.vocab_size
         self.model: Model = build_model(config, vocab_size)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        self.runner: Any = StepRunner.of(config, self.model, self.corpora, device, hosts)
+        self.runner = StepRunner.of(config, self.model, self.corpora, device, hosts)
         self.iteration = 0
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
         saved = None if restored is None else restored[1].get("kernel")
@@ -85,7 +83,8 @@ class Trainer:
         else:
             cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
             self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
-        self.planner: Any = self._make_planner()
+        dp_size = self.model.groups.dp.size()
+        self.planner = make_planner(config, self.corpora, self.cost, dp_size)
         if restored is not None:
             self.iteration, _, settings = restored
             self.planner.load_state_dict(state["planner"])
@@ -94,17 +93,13 @@ class Trainer:
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
-        self._compare_state(self.cost.as_dict())
+        self.runner.hosts.compare(
+            "after the start",
+            of_state(self.iteration, self.kernel, self.cost.as_dict(), self.planner.state_dict()),
+        )
         self.plans: Plans | PlanAhead = self.planner
         if config.data.eval_interval:
             _ = self.evaluation_plans  # An empty split is an error now, not in an hour.
-
-    def _compare_state(self, cost: dict[str, Any]) -> None:
-        state = of_state(self.iteration, self.kernel, cost, self.planner.state_dict())
-        self.runner.hosts.compare("after the start", state)
-
-    def _make_planner(self) -> Planner:
-        return make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
 
     @cached_property
     def evaluation_plans(self) -> tuple[StepPlan, ...]:
@@ -147,27 +142,18 @@ class Trainer:
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
         begin_save(f"the checkpoint after iteration {self.iteration}", self.runner, self.ledger)
-        folder = self._write(
-            {
-                "planner": self.plans.state_dict(),
-                "machine": machine_digest(self.config),
-                "samples": self.corpora.samples,
-                "kernel": self.kernel,
-            }
-        )
-        logger.info("saved %s", folder)
-
-    def _write(self, state: dict[str, Any]) -> Path:
-        """Writes weights, optimizer and what goes on from ``state``; returns the folder."""
+        state = {
+            "planner": self.plans.state_dict(),
+            "machine": machine_digest(self.config),
+            "samples": self.corpora.samples,
+            "kernel": self.kernel,
+            "cost": self.cost.as_dict(),
+        }
         with self.model.whole_weights():
-            return checkpoint.save(
-                self.config,
-                self.iteration,
-                self.model,
-                self.optimizer,
-                self.scheduler,
-                state | {"cost": self.cost.as_dict()},
+            folder = checkpoint.save(
+                self.config, self.iteration, self.model, self.optimizer, self.scheduler, state
             )
+        logger.info("saved %s", folder)
 
     def train(self) -> None:
         """The loop. Ends at ``--train-iters``, ``--exit-interval``, when the data end, or, with
