@@ -23,8 +23,10 @@ from helpers.strategy_ranks import (
     Fault,
     StrategyRecord,
     corpora_of,
+    open_runner,
     padded,
     plan_for,
+    run_step,
     strategies_file,
     train,
     with_strategies,
@@ -148,6 +150,28 @@ def test_strategies_that_change_each_step_compute_what_one_process_does(
     (both,) = gloo.run(1, oracles, padded(config, WORKLOAD), WORKLOAD)
     runs = gloo.run(4, train, config, WORKLOAD, both[0].initial)
     assert differences(both, runs) == []
+
+
+def dropped(config: Config, workload: Workload) -> tuple[float, float, float]:
+    """The loss of a step with dropout, before and after others in other layouts, and without."""
+    import torch
+
+    run, runner = open_runner(config, workload)
+    for shard in runner.store.weights:
+        shard.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(shard)))
+    plans = [plan_for(run, workload, step) for step in range(5)]
+    first, *_, again = [run_step(runner, plans[step]) for step in (4, 0, 1, 2, 3, 4)]
+    return first, again, run_step(runner, plans[4], forward_only=True)
+
+
+def test_what_a_step_drops_does_not_depend_on_the_steps_before(
+    gloo: GlooPool, tmp_path: Path
+) -> None:
+    config = config_of("gpt2 --hidden-dropout 0.2 --attention-dropout 0.2", tmp_path)
+    found = gloo.run(4, dropped, config, WORKLOAD)
+    assert len(set(found)) == 1, "every rank has the loss of all"
+    first, again, without = found[0]
+    assert again == first != without
 
 
 def test_steps_have_idle_ranks_empty_replicas_and_every_axis(tmp_path: Path) -> None:
