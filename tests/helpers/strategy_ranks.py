@@ -122,7 +122,7 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
         own = run.replica_config(replica.scheme)
         with groups.current():
             distributed.seed(own)
-            model = build_model(own, run.vocab_size, _torch_kernel, wrapped=False)
+            model = build_model(own, run.vocab_size, _kernel, wrapped=False)
             runner = StepRunner.of(own, model, corpora, "cpu")
             runner.verify_plan_interval = 0
         opened[layout_of(replica)] = model, runner, groups
@@ -147,10 +147,10 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     return run, made
 
 
-def _torch_kernel(_name: str, demand: Any) -> Any:
+def _kernel(_name: str, demand: Any) -> Any:
     from megatron_wlb.runtime.gpt.attention.kernels import agreed_kernel
 
-    return agreed_kernel("torch-cpu", demand)
+    return agreed_kernel("sdpa" if demand.dropout else "torch-cpu", demand)
 
 
 def run_step(runner: Any, plan: StepPlan, *, forward_only: bool = False) -> float:

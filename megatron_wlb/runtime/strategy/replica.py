@@ -11,6 +11,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.runtime.gpt.attention.dropout import begin_stream
 from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.stepping.step import ForwardStep, StepRunner
 from megatron_wlb.runtime.strategy.groups import ReplicaGroups
@@ -121,13 +122,14 @@ class LocalReplica:
     def _begin_streams(self, step: int, number: int) -> None:
         """Starts the streams of random numbers anew, so that what a step drops depends on the step
         and its replica, and not on the layouts of steps before. Tensor-parallel ranks have those of
-        one seed, as Megatron asks for; others have their own.
+        one seed, as Megatron asks for; others have their own. Attention's are each rank's.
         """
         groups = self.model.groups
         place = (self._seed, step, number, groups.pp.rank(), groups.cp.rank())
         seed = int(np.random.SeedSequence(place).generate_state(1)[0] >> 1)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        begin_stream(seed)
 
     def _waits_for(self, buckets: Sequence[int]) -> Any:
         def wait(_module: Any, _given: Any) -> None:

@@ -19,20 +19,29 @@ FIRST_SEED = 1_000_003
 """How far from the run's seed those of this stream begin: Megatron's are within some thousands."""
 
 
+def begin_stream(seed: int) -> None:
+    """Starts this rank's stream, as the run's ``seed`` or a step's own says."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    own_seed = seed + FIRST_SEED + torch.distributed.get_rank()
+    tracker.seeds_.discard(own_seed)  # it stays where a load has dropped the stream
+    tracker.add(_name(), own_seed)
+
+
 @contextlib.contextmanager
 def own_numbers(seed: int) -> Iterator[None]:
     """Draws the device's random numbers from this rank's stream.
 
     The stream starts where there is none yet: in a new run, and after a checkpoint that has none of
-    this rank (from another layout, or a run without dropout). Its name has the rank, because
-    Megatron loads the streams of one rank on several.
+    this rank (from another layout, or a run without dropout).
     """
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    name = f"megatron-wlb-attention-{rank}"
-    if name not in tracker.get_states():
-        own_seed = seed + FIRST_SEED + torch.distributed.get_rank()
-        tracker.seeds_.discard(own_seed)  # it stays where a load has dropped the stream
-        tracker.add(name, own_seed)
-    with tracker.fork(name):
+    if _name() not in tracker.get_states():
+        begin_stream(seed)
+    with tracker.fork(_name()):
         yield
+
+
+def _name() -> str:
+    """The stream's name has the rank, because Megatron loads the streams of one rank on several."""
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return f"megatron-wlb-attention-{rank}"
