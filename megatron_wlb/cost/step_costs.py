@@ -107,8 +107,7 @@ class StageCosts:
         whole, stages = model.cost(), model.stage_costs()
         if whole.reach_tokens is not None and not isinstance(cost, DocumentCost):
             known = {stage: _Like(cost, stage, whole, 1 / len(stages)) for stage in set(stages)}
-            parts_of = tuple(known[stage] for stage in stages)
-            return cls(parts_of, model.prefix_costs(), (), model.ends_us(), model.mlps_us())
+            return cls.of_model([known[stage] for stage in stages], model)
         names = [f.name for f in fields(DocumentCost)][:-1]
         parts: dict[tuple[float, ...], StageCost] = {}
         result = []
@@ -122,7 +121,15 @@ class StageCosts:
             if shares not in parts:
                 parts[shares] = _part(cost, *shares)
             result.append(parts[shares])
-        return cls(tuple(result), model.prefix_costs(), (), model.ends_us(), model.mlps_us())
+        return cls.of_model(result, model)
+
+    @classmethod
+    def of_model(
+        cls, stages: Sequence[StageCost], model: AnalyticModel, launches_us: tuple[float, ...] = ()
+    ) -> StageCosts:
+        """Costs of stages, and what ``model`` predicts of slices and of passes that run again."""
+        again_us = model.ends_us(), model.mlps_us()
+        return cls(tuple(stages), model.prefix_costs(), launches_us, *again_us)
 
     def times_us(
         self,
@@ -409,13 +416,7 @@ def analytic_costs(model: AnalyticModel, memory: MemoryModel) -> StepCosts:
     tied = (model.shape.tied_embeddings or model.shape.num_ahead > 0) and p.pp_size > 1
     embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
     return StepCosts(
-        StageCosts(
-            model.stage_costs(),
-            model.prefix_costs(),
-            model.launches_us(),
-            model.ends_us(),
-            model.mlps_us(),
-        ),
+        StageCosts.of_model(model.stage_costs(), model, model.launches_us()),
         p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
         p2p_us_per_token=machine.transfer_us(hidden_bytes, 2 * replicas) if p.pp_size > 1 else 0.0,
         reduce_us=tuple(
