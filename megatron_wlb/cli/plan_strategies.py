@@ -122,6 +122,7 @@ def _space(searched: Space, *, bf16: bool) -> StrategySpace:
             searched.max_tp,
             ep_size=_expert_ranks(searched),
             etp_size=1 if searched.shape.experts else None,
+            longest=searched.window,
         )
         if any(tokens >= searched.window for _, tokens in tried.costs):
             break

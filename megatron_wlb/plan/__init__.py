@@ -229,7 +229,8 @@ class StepPlan:
     """``[dp_size][chains]``: how many micro-batches, one after another, run the slices of one
     document, or of several, one behind another; 1 for one that runs whole documents only. Ranks
     that meet in each pass have the same. Their backward passes run last to first: the order is
-    :func:`megatron_wlb.cost.schedule.order.sliced`. Empty: Megatron's own schedule."""
+    :func:`megatron_wlb.cost.schedule.order.sliced`. Empty, also for one replica of a strategy:
+    Megatron's own schedule."""
     strategy: Strategy | None = None
     """The layout of each replica in this step. None: all have the run's own, which is equal."""
 
@@ -251,9 +252,8 @@ class StepPlan:
     def alone(self, number: int) -> StepPlan:
         """What the ``number``-th replica of the ``strategy`` runs, as if it were all."""
         own = slice(number, number + 1)
-        return replace(
-            self, micro_batches=self.micro_batches[own], chains=self.chains[own], strategy=None
-        )
+        chains = self.chains[own] if any(self.chains[own]) else ()
+        return replace(self, micro_batches=self.micro_batches[own], chains=chains, strategy=None)
 
     def __iter__(self) -> Iterator[MicroBatchPlan]:
         """All micro-batches, rank by rank; each once."""

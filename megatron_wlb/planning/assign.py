@@ -21,8 +21,9 @@ Legend: ``B`` documents, in descending order of length; ``V`` micro-batches of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from megatron_wlb.planning.dispatch import (
 )
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.planner import Stream
+from megatron_wlb.planning.sliced_replica import SlicedCosts
 from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 
 MOST_TRIES = 3
@@ -55,7 +57,8 @@ class Assignment:
 
     candidate: Candidate
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
-    """``[replicas][micro-batches][documents]``, numbers of the documents as they were given."""
+    """``[replicas][micro-batches][documents]``, numbers of the documents as they were given. A
+    replica that cuts them has one list of all."""
     replica_us: tuple[float, ...]
     """Simulated time of each replica's pipeline, with what it waits for the exchange."""
 
@@ -164,18 +167,29 @@ def _assign(
         if floor_us >= limit_us:
             return None
         own_documents = [documents[number] for number in busy]
-        found = pack(
-            step,
-            costs,
-            own_documents,
-            floor_us,
-            exchange=_exchange_us(candidate, busy),
-            fewest=fewest,
-        )
+        exchange = _exchange_us(candidate, busy)
+        if isinstance(costs, SlicedCosts):
+            found = _sliced(step, costs, own_documents, exchange)
+        else:
+            found = pack(step, costs, own_documents, floor_us, exchange=exchange, fewest=fewest)
         for number, own in zip(busy, found, strict=True):
             packed[number] = own
             floor_us = max(floor_us, own.us)
     return _Draft(candidate, packed) if floor_us < limit_us else None
+
+
+def _sliced(
+    step: StepDocuments,
+    costs: SlicedCosts,
+    replicas: Sequence[list[int]],
+    exchange: Sequence[tuple[float, float]],
+) -> list[_Packed]:
+    """The time of replicas that cut their documents."""
+    found = []
+    for own, (pull_us, push_us) in zip(replicas, exchange or repeat((0.0, 0.0)), strict=False):
+        us = costs.step_us([step.sizes[n] for n in own], pull_us, push_us)
+        found.append(_Packed(us, [own]))
+    return found
 
 
 def _least_us(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int]) -> float:
@@ -424,33 +438,54 @@ def step_plan(
 ) -> StepPlan:
     """The plan of a step that runs these documents as assigned."""
     ranks: list[tuple[MicroBatchPlan, ...]] = []
+    chains: list[tuple[int, ...]] = []
     index = 0
     for replica, bins in zip(chosen.candidate.strategy.replicas, chosen.micro_batches, strict=True):
         costs = chosen.candidate.costs[replica.kind]
-        own = [
-            _micro_batch(number, [documents[n] for n in one], costs)
-            for number, one in enumerate(bins, start=index)
-        ]
+        given = [[documents[n] for n in one] for one in bins]
+        if isinstance(costs, SlicedCosts) and given:
+            units = costs.units([document for one in given for document in one])
+            again, divided = units.recomputed, units.divided
+            own = micro_batches(units.spans, costs, index, again, divided=divided)
+            chains.append(tuple(units.chains))
+        else:
+            spans = [[Span(document, 0, document.length) for document in one] for one in given]
+            own = micro_batches(spans, costs, index)
+            chains.append(())
         index += len(own)
         selector = (selectors or {}).get(replica.scheme)
         if selector is not None:
             found = selector.choose_each([m.lengths for m in own])
-            own = [
-                MicroBatchPlan(m.index, m.spans, m.padded_length, m.predicted_us, one.sharding)
-                for m, one in zip(own, found, strict=True)
-            ]
+            own = [replace(m, sharding=one.sharding) for m, one in zip(own, found, strict=True)]
         ranks.append(tuple(own))
-    strategy = chosen.candidate.strategy
-    return StepPlan(step, "strategies", tuple(ranks), 0, 0, strategy=strategy)
+    strategy, all_chains = chosen.candidate.strategy, tuple(chains) if any(chains) else ()
+    return StepPlan(step, "strategies", tuple(ranks), 0, 0, all_chains, strategy)
 
 
-def _micro_batch(index: int, documents: Iterable[Document], costs: ReplicaCosts) -> MicroBatchPlan:
-    spans = tuple(Span(document, 0, document.length) for document in documents)
-    lengths = [span.stop for span in spans]
-    multiple = costs.scheme.length_multiple
-    return MicroBatchPlan(
-        index,
-        spans,
-        max(1, -(-sum(lengths) // multiple)) * multiple,
-        float(costs.costs.stages.times_us([lengths]).sum()),
-    )
+def micro_batches(
+    given: Sequence[Sequence[Span]],
+    costs: ReplicaCosts,
+    first: int,
+    recomputed: Sequence[int] = (),
+    *,
+    divided: bool = False,
+) -> list[MicroBatchPlan]:
+    """Micro-batches of a replica, ``[micro-batches][spans]``, numbered from ``first`` on; some
+    ``recomputed``, and their slices with keys and values ``divided`` or not.
+    """
+    lengths = [[span.length for span in spans] for spans in given]
+    prefixes = [[span.start for span in spans] for spans in given]
+    times_us = costs.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
+    multiple, again = costs.scheme.length_multiple, recomputed or [0] * len(given)
+    rows = zip(given, lengths, times_us.tolist(), again, strict=True)
+    return [
+        MicroBatchPlan(
+            index,
+            tuple(spans),
+            max(1, -(-sum(own) // multiple)) * multiple,
+            us,
+            recomputed=each,
+            divided=divided and bool(spans) and spans[0].is_slice,
+        )
+        for index, (spans, own, us, each) in enumerate(rows, start=first)
+    ]

@@ -105,8 +105,8 @@ def lower_bound_us(step: StepDocuments, candidate: Candidate) -> float:
         size = costs.scheme.num_ranks
         num += size * len(members)
         own_us, first = step.rank_us(costs), step.first(costs)
-        if not first:  # It passes all stages, forward and backward.
-            alone_us = min(alone_us, float(own_us[:, 0].sum()))
+        if not first:
+            alone_us = min(alone_us, costs.alone_us(own_us[:, 0]))
         busiest = own_us[own_us.sum(axis=1).argmax()]
         least_us[first:] = np.minimum(least_us[first:], size * busiest[first:])
         later = groups[number + 1 :]

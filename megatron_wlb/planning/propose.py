@@ -32,6 +32,7 @@ from megatron_wlb.plan.strategy.store import ExchangeTimes, ParameterStore
 from megatron_wlb.planning.assign import assign
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
 from megatron_wlb.planning.run import Devices
+from megatron_wlb.planning.sliced_replica import sliced_costs
 
 NUM_PARTS = 128
 """Parts of all ranks that intervals are given: the step of n (0.1 replicas in the paper)."""
@@ -59,6 +60,10 @@ class StrategySpace(Devices):
     etp_size: int | None = None
     """How far experts are divided in replicas that have so many ranks
     (:meth:`.Scheme.expert_sizes`)."""
+    longest: int = 1 << 17
+    """The longest document that may come: no room is looked for slices of longer ones."""
+    slices: bool = True
+    """Whether pipelines may also run documents in slices."""
     schemes: tuple[Scheme, ...] | None = None
     """What replicas may be; if not given, all powers of two of TP in a node and of CP, with each
     PP up to :data:`MOST_STAGES` that divides the layers."""
@@ -76,7 +81,7 @@ class StrategySpace(Devices):
     def _priced(self) -> tuple[dict[tuple[Scheme, int], ReplicaCosts], dict[Scheme, str]]:
         fit: dict[tuple[Scheme, int], ReplicaCosts] = {}
         rejected: dict[Scheme, str] = {}
-        for scheme in self._schemes():
+        for scheme in self.offered():
             try:
                 found = self.price(scheme)
             except ConfigError as error:
@@ -84,6 +89,11 @@ class StrategySpace(Devices):
             else:
                 fit[found.kind] = found
         return fit, rejected
+
+    @cached_property
+    def _given(self) -> dict[tuple[Scheme, int], ReplicaCosts]:
+        """What kinds cost that were asked for and are not in :attr:`costs`."""
+        return {}
 
     @property
     def costs(self) -> Mapping[tuple[Scheme, int], ReplicaCosts]:
@@ -95,14 +105,19 @@ class StrategySpace(Devices):
         """Why others do not."""
         return self._priced[1]
 
-    def price(self, scheme: Scheme) -> ReplicaCosts:
-        """Costs of a replica. Raises :class:`ConfigError` where it cannot be, or does not fit."""
+    def price(self, scheme: Scheme, longest: int | None = None) -> ReplicaCosts:
+        """Costs of a replica; ``longest`` replaces the space's. Raises :class:`ConfigError` where
+        it cannot be, or does not fit.
+        """
         ep_size, etp_size = scheme.expert_sizes(self.ep_size, self.etp_size)
         layout = replace(scheme.parallelism, ep_size=ep_size, etp_size=etp_size)
         placed = self.executed(parallelism=layout, store_ranks=self.num_devices)
         memory = MemoryModel(self.shape, placed.execution)
         model = AnalyticModel(self.shape, placed.execution, self.hardware)
-        return replica_costs(model, memory, self.limit_gib(layout) * GIB)
+        limit_bytes = self.limit_gib(layout) * GIB
+        if scheme.sliced:
+            return sliced_costs(model, memory, limit_bytes, longest or self.longest)
+        return replica_costs(model, memory, limit_bytes)
 
     def candidate(self, strategy: Strategy) -> Candidate:
         """A strategy with its costs; kinds that this space has not are priced as they come.
@@ -111,9 +126,9 @@ class StrategySpace(Devices):
         does not hold.
         """
         costs = dict(self.costs)
-        for scheme, max_tokens in strategy.kinds:
-            if (scheme, max_tokens) not in costs:
-                costs[scheme, max_tokens] = self._limited(scheme, max_tokens)
+        for kind in strategy.kinds:
+            if kind not in costs:
+                costs[kind] = self._given[kind] = self._given.get(kind) or self._limited(*kind)
         times = self.exchange(strategy)
         if not self.overlap:
             apart_us = float(times.pull_us.max() + times.push_us.max())
@@ -133,15 +148,16 @@ class StrategySpace(Devices):
         return self.candidate(Strategy.of(self.cluster, [costs.kind] * num))
 
     def _limited(self, scheme: Scheme, max_tokens: int) -> ReplicaCosts:
-        own = self.price(scheme)
+        own = self.price(scheme, max_tokens)
         if max_tokens > own.max_tokens:
             raise ConfigError(
                 f"{scheme} is to take documents of {max_tokens} tokens, but memory holds "
                 f"{own.max_tokens}; give less, or use more TP, CP or PP"
             )
-        return ReplicaCosts(scheme, max_tokens, own.costs, own.least_tokens, own.memory)
+        return replace(own, max_tokens=max_tokens)
 
-    def _schemes(self) -> Iterator[Scheme]:
+    def offered(self) -> Iterator[Scheme]:
+        """All schemes that replicas may have, whether they fit or not."""
         if self.schemes is not None:
             yield from self.schemes
             return
@@ -152,6 +168,8 @@ class StrategySpace(Devices):
         for tp_size, cp_size, pp_size in product(in_node, sizes, pipelines):
             if tp_size * cp_size * pp_size <= self.num_devices:
                 yield Scheme(tp_size, cp_size, pp_size)
+                if pp_size > 1 and self.slices:
+                    yield Scheme(tp_size, cp_size, pp_size, sliced=True)
 
 
 @dataclass(frozen=True)

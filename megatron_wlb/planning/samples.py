@@ -21,12 +21,12 @@ from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import Document, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.strategy.costs import LEAST_TOKENS, ReplicaCosts
 from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
 from megatron_wlb.plan.targets import Runs
-from megatron_wlb.planning.assign import bins_of, pack, replica_us
+from megatron_wlb.planning.assign import bins_of, micro_batches, pack, replica_us
 from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.numbers import NumberChooser
 from megatron_wlb.planning.room import MemoryLimit
@@ -190,23 +190,8 @@ def plan_of(
     their slices with keys and values ``divided`` or not.
     """
     every = [spans for rank in ranks for spans in rank]
-    lengths = [[span.length for span in spans] for spans in every]
-    prefixes = [[span.start for span in spans] for spans in every]
-    times_us = replica.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
-    multiple = replica.scheme.length_multiple
-    again = [0] * len(every) if recomputed is None else list(chain.from_iterable(recomputed))
-    rows = enumerate(zip(every, lengths, times_us.tolist(), again, strict=True))
-    planned = iter(
-        MicroBatchPlan(
-            n,
-            tuple(spans),
-            max(1, -(-sum(own) // multiple)) * multiple,
-            us,
-            recomputed=each,
-            divided=divided and bool(spans) and spans[0].is_slice,
-        )
-        for n, (spans, own, us, each) in rows
-    )
+    again = [] if recomputed is None else list(chain.from_iterable(recomputed))
+    planned = iter(micro_batches(every, replica, 0, again, divided=divided))
     return StepPlan(
         0, packing, tuple(tuple(islice(planned, len(rank))) for rank in ranks), 0, 0, chains
     )

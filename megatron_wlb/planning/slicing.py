@@ -271,6 +271,16 @@ class Slicer:
                 peak_bytes = memory.peak_bytes(units[0], self._layout)
             self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
 
+    def alone(self, documents: Sequence[Document], num_units: int) -> Units:
+        """The units of one replica that runs all of the documents, in about so many.
+
+        Nothing is chosen, and no later step depends on it.
+        """
+        heaviest, way = self._heaviest_first(documents), self._tried[0]
+        dealt = _Dealt([heaviest], [], 0.0, 0)
+        laid = self._lay(dealt, 0, Way(num_units, way.divided))
+        return self._with_room(laid, way)[0]
+
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
         way = self.settle(documents, step)
@@ -391,14 +401,14 @@ class Slicer:
 
     def simulated_us(self, group: Sequence[Units]) -> float:
         """Time of forwards and backwards of replicas that run alike, or of one."""
-        times, gaps, tokens = zip(*map(self._times_us, group), strict=True)
+        times, gaps, tokens = zip(*map(self.times_us, group), strict=True)
         layout, experts = self._layout, self._costs.experts
         graph = slice_graph(layout.pp_size, tuple(group[0].chains), layout.vpp_size)
         if experts is None:
             return max(float(graph.step_us(*own)) for own in zip(times, gaps, strict=True))
         return float(experts.replay(graph, times, tokens, gaps)[2].stop_us.max())
 
-    def _times_us(self, units: Units) -> tuple[Floats, Floats, list[int]]:
+    def times_us(self, units: Units) -> tuple[Floats, Floats, list[int]]:
         """Times ``[2, S, N]`` of a replica's units, times of their transfers, and their tokens."""
         lengths = [[span.length for span in unit] or [0] for unit in units.spans]
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
@@ -411,7 +421,7 @@ class Slicer:
 
     def _again_us(self, units: Units) -> Floats:
         """What it takes to recompute units, ``[3, units]``, by :attr:`.Unit.recomputed`."""
-        (forward_us, _), _, tokens = self._times_us(units._replace(recomputed=()))
+        (forward_us, _), _, tokens = self.times_us(units._replace(recomputed=()))
         together = np.array([len(replicas) or 1 for replicas in units.replicas])
         given = forward_us, np.array(tokens) / together
         kinds = range(LAYERS + 1)

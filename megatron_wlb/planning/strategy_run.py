@@ -29,6 +29,7 @@ from megatron_wlb.planning.from_config import (
     run_of,
 )
 from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.settings import sliced
 from megatron_wlb.planning.planner import Stream
 from megatron_wlb.planning.propose import StrategySpace, propose
 from megatron_wlb.settings.config import Config, flag_of, table
@@ -130,9 +131,11 @@ class StrategyRun:
             config.wlb.wlb_memory_gib,
             ep_size=config.parallel.expert_model_parallel_size,
             etp_size=config.parallel.expert_tensor_parallel_size,
+            longest=window,
+            schemes=None if named == AUTO else (),
         )
         if named == AUTO:
-            schemes = [scheme for scheme, _ in space.costs if not any(_refusals(config, scheme))]
+            schemes = [scheme for scheme in space.offered() if not any(_refusals(config, scheme))]
             space = dataclasses.replace(space, schemes=tuple(schemes))
             steps = [*islice(_lengths(_stream(config, Split(corpora, "train"))), SAMPLE_STEPS)]
             run = cls(config, propose(space, steps, longest=window).candidates, corpora.vocab_size)
@@ -219,7 +222,9 @@ def _replica_config(config: Config, scheme: Scheme) -> Config:
     )
     multiple = config.model.make_vocab_size_divisible_by // scheme.tp_size
     model = dataclasses.replace(config.model, make_vocab_size_divisible_by=multiple)
-    return dataclasses.replace(config, parallel=parallel, model=model)
+    packing = sliced()[0] if scheme.sliced else config.wlb.wlb_packing
+    wlb = dataclasses.replace(config.wlb, wlb_packing=packing)
+    return dataclasses.replace(config, parallel=parallel, model=model, wlb=wlb)
 
 
 def _with_vocabulary(config: Config, tp_size: int) -> Config:

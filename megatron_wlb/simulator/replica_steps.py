@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import ReplicaPlan, StepPlan
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.strategy.costs import ReplicaCosts
 from megatron_wlb.plan.strategy.layout import Replica, Scheme, Strategy
 from megatron_wlb.plan.strategy.store import ExchangeTimes
@@ -71,7 +71,7 @@ class StrategySimulator:
             raise PlanError(
                 f"step {plan.step} has no strategy; simulate equal layouts with a Simulator"
             )
-        lines = tuple(map(self._replica, plan.replica_plans))
+        lines = tuple(self._replica(plan, number) for number in range(len(plan.micro_batches)))
         done = StrategyTimeline(plan.strategy, lines, 0.0, 0.0)
         if self.exchange is None:
             return done
@@ -89,11 +89,10 @@ class StrategySimulator:
             exchange_us = end_us - done.propagation_us
         return replace(done, exchange_us=exchange_us, update_us=times.update_us)
 
-    def _replica(self, own: ReplicaPlan) -> StepTimeline | None:
-        if not own.micro_batches:
-            return None
-        lengths = [[m.lengths for m in own.micro_batches]]
-        return self._simulators[own.replica.kind].step(lengths)
+    def _replica(self, plan: StepPlan, number: int) -> StepTimeline | None:
+        assert plan.strategy is not None
+        alone, kind = plan.alone(number), plan.strategy.replicas[number].kind
+        return self._simulators[kind].step(alone) if any(alone.micro_batches) else None
 
 
 def _stages(replica: Replica) -> list[list[int]]:

@@ -46,6 +46,10 @@ STRATEGIES = (
     "tp1:64@1+tp1:64@3",  # two ranks are idle, one replica has nothing to run
     "cp2:64+tp2:64",
     "4*tp1:128",
+    "pp2sliced:64+tp2:128",
+    "tp2pp2sliced:64",
+    "pp2vpp3sliced:64+pp2sliced:64",
+    "cp2pp2sliced:64",
 )
 WORKLOAD = make_workload(
     [
@@ -188,6 +192,8 @@ def test_steps_have_idle_ranks_empty_replicas_and_every_axis(tmp_path: Path) -> 
     strategies = [plan.strategy for plan in plans if plan.strategy]
     assert all(one != two for one, two in itertools.pairwise(strategies)), "others each step"
     assert any(p.strategy and p.strategy.idle_ranks and () in p.micro_batches for p in plans)
+    cut = [{kind for m in plan if m.slice for kind in [m.divided]} for plan in plans]
+    assert sum(map(bool, cut)) >= 4, "documents in slices"
     schemes = [replica.scheme for strategy in strategies for replica in strategy.replicas]
     sizes = zip(*(scheme.sizes for scheme in schemes), strict=True)
     assert [set(own) for own in sizes] == [{1, 2}, {1, 2}, {1, 2, 3}, {1, 3}]

@@ -38,6 +38,9 @@ STRATEGIES = (
     "cp2:128+tp2:128",
     "tp2cp2:128",
     "pp2vpp3:64+tp2:128",
+    "tp2pp2sliced:128",
+    "cp2pp2sliced:128",
+    "tp1:64+pp3sliced:128",
     "tp1:128@1+tp1:128@3",  # two ranks are idle
 )
 FLAGS: Flags = BOTH | {

@@ -34,6 +34,12 @@ class ReplicaCosts:
     group_size: int | None = None
     """Micro-batches that a chunk runs one after another, with virtual stages; PP if not given."""
 
+    def alone_us(self, rank_us: Floats) -> float:
+        """The least that a document takes, of which each pipeline rank has ``rank_us`` ``[PP]``: it
+        passes all stages, forward and backward.
+        """
+        return float(rank_us.sum())
+
     @property
     def kind(self) -> tuple[Scheme, int]:
         return self.scheme, self.max_tokens

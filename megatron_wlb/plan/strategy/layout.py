@@ -6,6 +6,7 @@ Replicas may be unlike, ranks may be idle. As text::
     tp8pp2:128k+2*tp4cp2:32k        a replica of 16 ranks that takes documents up to 128K tokens,
                                     and two of 8 ranks for documents up to 32K
     tp2:4096@0-1+tp2:4096@6-7       the same with ranks given; both ends are meant
+    tp2pp4sliced:128k               a pipeline that cuts long documents into slices
 
 Sizes of 1 are left off; ``tp1`` is one rank alone. Without ``@`` ranks are those of :func:`placed`.
 """
@@ -38,7 +39,11 @@ from megatron_wlb.reading import (
 )
 
 _K = 1024
-_TERM = re.compile(r"(?:(\d{1,9})\*)?((?:(?:tp|cp|pp|vpp)\d{1,9})+):(\d{1,9})(k?)(?:@([\d,-]+))?")
+_SLICED = "sliced"
+_TERM = re.compile(
+    r"(?:(\d{1,9})\*)?((?:(?:tp|cp|pp|vpp)\d{1,9})+(?:sliced)?):(\d{1,9})(k?)(?:@([\d,-]+))?"
+)
+_SIZES = "tp", "cp", "pp", "vpp"
 _SIZE = re.compile(r"(tp|cp|vpp|pp)(\d{1,9})")
 _EXAMPLE = "give one such as tp8pp2:128k+2*tp4cp2:32k"
 
@@ -63,22 +68,25 @@ class Cluster:
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How one replica is divided over its ranks. Raises :class:`ConfigError` for a size below 1,
-    or virtual stages without a pipeline.
+    or virtual stages or slices without a pipeline.
     """
 
     tp_size: int = 1
     cp_size: int = 1
     pp_size: int = 1
     vpp_size: int = 1
+    sliced: bool = False
+    """Whether its documents run in slices where they are long, and not whole."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            whole_number(f"scheme: {f.name}", getattr(self, f.name), 1, MOST_DEVICES)
-        if self.vpp_size > 1 and self.pp_size == 1:
-            raise ConfigError(
-                f"scheme {self}: VPP {self.vpp_size} is for a pipeline, but PP is 1; raise PP or "
-                "leave VPP out"
-            )
+        for name, size in zip(_SIZES, self.sizes, strict=True):
+            whole_number(f"scheme: {name}_size", size, 1, MOST_DEVICES)
+        alone = {f"VPP {self.vpp_size}": self.vpp_size > 1, _SLICED: self.sliced}
+        for what, is_given in alone.items():
+            if is_given and self.pp_size == 1:
+                raise ConfigError(
+                    f"scheme {self}: {what} is for a pipeline, but PP is 1; use more or none"
+                )
 
     @property
     def num_ranks(self) -> int:
@@ -104,8 +112,9 @@ class Scheme:
         return length_multiple(self.tp_size, self.cp_size, self.tp_size > 1)
 
     def __str__(self) -> str:
-        sizes = zip(("tp", "cp", "pp", "vpp"), self.sizes, strict=True)
-        return "".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+        sizes = zip(_SIZES, self.sizes, strict=True)
+        said = "".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+        return said + _SLICED * self.sliced
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -114,11 +123,12 @@ class Scheme:
     @classmethod
     def parse(cls, text: str) -> Scheme:
         """Reads what ``str`` writes. Raises :class:`ConfigError` for anything else."""
-        pairs = _SIZE.findall(text)
+        sizes = text.removesuffix(_SLICED)
+        pairs = _SIZE.findall(sizes)
         given = {f"{name}_size": int(size) for name, size in pairs}
-        if not pairs or len(given) < len(pairs) or "".join(map("".join, pairs)) != text:
+        if not pairs or len(given) < len(pairs) or "".join(map("".join, pairs)) != sizes:
             raise ConfigError(f"{shown(text)} is no scheme; give each size once, such as tp4cp2pp2")
-        return cls(**given)
+        return cls(**given, sliced=sizes != text)
 
 
 @dataclass(frozen=True, slots=True)

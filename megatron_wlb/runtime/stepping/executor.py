@@ -56,18 +56,25 @@ class Links:
         pp_group: dist.ProcessGroup,
         timeout: datetime.timedelta | None = None,
         num_chunks: int = 1,
+        given: Sequence[dist.ProcessGroup] = (),
     ) -> Links:
-        """Makes what is missing of the communicators; to be called by all ranks of the world."""
+        """Makes what is missing of the communicators, but for :meth:`num_more` that are ``given``;
+        to be called by all ranks of the pipeline, or else by all of the world.
+        """
         rank, ranks = pp_group.rank(), tuple(dist.get_process_group_ranks(pp_group))
         size = len(ranks)
         if size == 1:
             return cls(rank, ranks, {})
-        groups = {("F", False): pp_group, ("B", False): open_group(ranks, timeout, like=pp_group)}
-        for kind in "FB":
-            # Two ranks are each other's next and last: both ways between them are apart.
-            apart = size == 2 and num_chunks > 1
-            around = open_group(ranks, timeout, like=pp_group) if apart else groups[kind, False]
-            groups[kind, True] = around
+        more = list(given) or [
+            open_group(ranks, timeout, like=pp_group) for _ in range(cls.num_more(size, num_chunks))
+        ]
+        backward, *around = more
+        groups = {("F", False): pp_group, ("B", False): backward}
+        groups |= (
+            {("F", True): around[0], ("B", True): around[1]}
+            if around
+            else {(kind, True): groups[kind, False] for kind in "FB"}
+        )
         # NCCL connects two ranks at their first message, and blocks both hosts until then. A
         # receive is posted before the pass that its sender may still wait for.
         token = torch.zeros(1, device=torch.cuda.current_device())
@@ -81,6 +88,13 @@ class Links:
             elif num_chunks > 1 and rank == receiver:
                 dist.recv(token, ranks[sender], group=groups[kind, True])
         return cls(rank, ranks, groups, num_chunks)
+
+    @staticmethod
+    def num_more(pp_size: int, num_chunks: int) -> int:
+        """Communicators that a pipeline needs besides Megatron's: one for gradients, and of two
+        ranks with several chunks one for each way around, as each is the other's next and last.
+        """
+        return 3 if pp_size == 2 and num_chunks > 1 else 1
 
     def stage(self, chunk: int) -> int:
         """The virtual stage of a chunk on this rank."""

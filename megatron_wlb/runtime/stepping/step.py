@@ -156,6 +156,9 @@ class StepRunner:
         self.verify_plan_interval = verify_plan_interval
         self.timeout = timeout
         self.replicas_meet = replicas_meet
+        self.links: Links | None = None
+        """The communicators that documents in slices need; made with the first such plan if not
+        set."""
         self._schedule = get_forward_backward_func()
         self._num_runs = 0
         self._reads: Reads | None = None
@@ -265,7 +268,9 @@ class StepRunner:
             pp = model.groups.pp
             actions = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))[pp.rank()]
             verify = self.communicator.verify
-            transfers = Transfers(self._links, lengths, model.config, verify, label)
+            if self.links is None:  # all ranks have come to the first plan with slices
+                self.links = Links.open(pp, self.timeout, len(model.chunks))
+            transfers = Transfers(self.links, lengths, model.config, verify, label)
             late = all(m.replicas for m in micro_batches)
             schedule = partial(run_actions, actions, transfers, reduce_late=late)
         else:
@@ -299,11 +304,6 @@ class StepRunner:
         if not forward_only:
             watchdog.first_step_is_over()
         return reports
-
-    @cached_property
-    def _links(self) -> Links:
-        """Made when all ranks have come to the first plan with slices."""
-        return Links.open(self.model.groups.pp, self.timeout, len(self.model.chunks))
 
     def _open_groups(self, plan: StepPlan) -> None:
         """Opens the groups that this plan is the first to need; all ranks have come to it."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.plan.strategy.layout import Replica
+from megatron_wlb.plan.strategy.layout import Replica, Scheme
+from megatron_wlb.runtime.stepping.executor import Links
 
 _ALONE = "DATA_PARALLEL_GROUP"
 _TP = "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP"
@@ -37,7 +38,9 @@ _RANKS = {
 class ReplicaGroups:
     """The groups of one replica that this rank is in, as Megatron's globals."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], links: Links | None = None) -> None:
+        self.links = links
+        """The communicators that slices need, where the replica runs them."""
         self._values = {f"_{name}": value for name, value in values.items()}
         for name in self._values:
             if not hasattr(parallel_state, name):
@@ -67,11 +70,18 @@ class GroupOpener:
     def __init__(self, timeout: datetime.timedelta | None = None) -> None:
         self._timeout = timeout
         self._known: dict[tuple[int, ...], Any] = {}
+        self._replicas: dict[tuple[Scheme, tuple[int, ...]], ReplicaGroups | None] = {}
 
     def replica(self, replica: Replica, ep_size: int, etp_size: int) -> ReplicaGroups | None:
         """Opens the groups of a replica, whose experts are divided over ``ep_size`` ranks and each
         over ``etp_size``; None on ranks that are not in it.
         """
+        layout = replica.scheme, replica.ranks
+        if layout not in self._replicas:
+            self._replicas[layout] = self._opened(replica, ep_size, etp_size)
+        return self._replicas[layout]
+
+    def _opened(self, replica: Replica, ep_size: int, etp_size: int) -> ReplicaGroups | None:
         scheme = replica.scheme
         # [PP, CP, TP]
         grid = np.array(replica.ranks).reshape(scheme.pp_size, scheme.cp_size, scheme.tp_size)
@@ -100,6 +110,8 @@ class GroupOpener:
             own[name] = self._mine(experts.transpose(*others, *axes).reshape(-1, size))
         pipelines = grid.reshape(scheme.pp_size, inner).T
         own["PIPELINE_MODEL_PARALLEL_GROUP"] = self._mine(pipelines)
+        num_more = Links.num_more(scheme.pp_size, scheme.vpp_size) if scheme.sliced else 0
+        more = [self._mine(pipelines, anew=True) for _ in range(num_more)]
         own["EMBEDDING_GROUP"] = self._mine(pipelines[:, np.unique(stages[[0, -1]])])
         own["POSITION_EMBEDDING_GROUP"] = self._mine(pipelines[:, :1])
         if dist.get_rank() not in replica.ranks:
@@ -113,13 +125,18 @@ class GroupOpener:
         vpp = scheme.vpp_size if scheme.vpp_size > 1 else None
         values["VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = vpp
         values["VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = None if vpp is None else 0
-        return ReplicaGroups(values)
+        links, pp_group = None, own["PIPELINE_MODEL_PARALLEL_GROUP"]
+        if scheme.sliced:
+            links = Links.open(pp_group, self._timeout, scheme.vpp_size, [*filter(None, more)])
+        return ReplicaGroups(values, links)
 
-    def _mine(self, lists: Any) -> dist.ProcessGroup | None:
-        """Opens a group for each list of ranks, and returns this rank's, if it is in one."""
+    def _mine(self, lists: Any, *, anew: bool = False) -> dist.ProcessGroup | None:
+        """Opens a group for each list of ranks, ``anew`` also where there is one; this rank's, if
+        it is in one.
+        """
         own: dist.ProcessGroup | None = None
         for ranks in map(tuple, lists.tolist()):
-            if ranks not in self._known:
+            if anew or ranks not in self._known:
                 self._known[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
             if dist.get_rank() in ranks:
                 own = self._known[ranks]

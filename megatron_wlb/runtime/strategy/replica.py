@@ -66,6 +66,7 @@ class LocalReplica:
         self.model = model
         self._seed = seed
         self.runner = runner
+        runner.links = groups.links
         self.groups = groups
         with groups.current():
             self.held: list[Held] = held_pieces(model, model.config.num_layers, group_of)

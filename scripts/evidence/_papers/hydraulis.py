@@ -146,16 +146,17 @@ class PaperSpace(StrategySpace):
         nodes = Cluster(self.num_devices, self.hardware.devices_per_node)
         return ParameterStore.of(self.shape, nodes)
 
-    def price(self, scheme: Scheme) -> ReplicaCosts:
+    def price(self, scheme: Scheme, longest: int | None = None) -> ReplicaCosts:
         node = self.hardware.devices_per_node
         if scheme.tp_size <= node or not self.one_adapter:
-            return super().price(scheme)
+            return super().price(scheme, longest)
         across = replace(
             self.hardware,
             devices_per_node=2 * node,
             node_link_gb_s=self.hardware.network_gb_s,
         )
-        return StrategySpace(self.shape, self.execution, across, self.num_devices).price(scheme)
+        space = StrategySpace(self.shape, self.execution, across, self.num_devices)
+        return space.price(scheme, longest)
 
 
 def space_of(case: Case, hardware: str = HARDWARE) -> PaperSpace:

@@ -1,0 +1,133 @@
+"""A replica of a strategy that cuts long documents into slices: what it costs, and its units.
+
+Hydraulis runs documents whole, so the longest one that a replica takes must fit its memory once for
+each micro-batch in flight, and stalls its pipeline. In slices (SlimPack §4) a document's
+activations are held once, and bubbles are as short as a slice. So fewer ranks take a document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_wlb.cost import AnalyticModel, CostModel, MemoryModel
+from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.plan import Document
+from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
+from megatron_wlb.planning.planner import Units
+from megatron_wlb.planning.room import MemoryLimit, worst_steps
+from megatron_wlb.planning.slicing import Slicer, slice_multiple
+
+UNITS = 16
+"""Units for each stage, where documents are long enough: filling and draining the pipeline take
+less than a 16th of the step."""
+FEWEST_UNITS = 4
+"""Units for each stage into which the longest document is cut at least, however short it is."""
+MOST_TRIES = 3
+"""Lengths that are tried besides the longest, for the longest document that memory holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedCosts(ReplicaCosts):
+    """Costs of a replica whose documents run in slices.
+
+    ``max_tokens`` is the longest document, and ``least_tokens`` what a unit has at least in the
+    mean.
+    """
+
+    cost: CostModel | None = None
+    """Of documents in the whole model, by which they are cut."""
+    limit_bytes: float = 0.0
+    """What a device's tensors may take."""
+
+    @property
+    def warm_up(self) -> float:
+        """0: no document stalls the others."""
+        return 0.0
+
+    def rank_us(self, lengths: Sequence[int]) -> Floats:
+        """With a document's share of filling and draining a pipeline of most units."""
+        scheme = self.scheme
+        share = (scheme.pp_size - 1) / (scheme.vpp_size * UNITS * scheme.pp_size)
+        return super().rank_us(lengths) * (1 + share)
+
+    def alone_us(self, rank_us: Floats) -> float:
+        return float(rank_us.max())
+
+    @cached_property
+    def slicer(self) -> Slicer:
+        assert self.cost is not None and self.memory is not None
+        multiple, layout = self.scheme.length_multiple, self.scheme.parallelism
+        # The least that recomputes: what a run recomputes anyhow is in the memory model.
+        execution = self.memory.execution
+        recomputes = execution.recompute.granularity is None and execution.recomputes
+        return Slicer(
+            self.cost,
+            self.costs,
+            layout,
+            num_micro_batches=1,
+            max_tokens=self.max_tokens,
+            length_multiple=multiple,
+            num_units=UNITS * layout.pp_size,
+            multiple=slice_multiple(self.max_tokens),
+            merges=False,
+            memory=MemoryLimit(self.memory, self.limit_bytes, multiple, False, recomputes),
+            worst=worst_steps(self.max_tokens, 2 * self.max_tokens),
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory holds slices of the longest documents."""
+        return self.slicer.peak_bytes <= self.limit_bytes
+
+    def units(self, documents: Sequence[Document]) -> Units:
+        """The units that such a replica runs of documents."""
+        pp_size, num_tokens = self.scheme.pp_size, sum(d.length for d in documents)
+        shortest = max(1, min(self.least_tokens, self.max_tokens // (FEWEST_UNITS * pp_size)))
+        number = max(1, min(UNITS * pp_size, num_tokens // shortest))
+        return self.slicer.alone(documents, number)
+
+    def step_us(self, lengths: Sequence[int], pull_us: float, push_us: float) -> float:
+        """Simulated time of documents of these lengths, with what is waited for of the exchange."""
+        units = self.units([Document(0, n, 0, own, True, 0, n, 0) for n, own in enumerate(lengths)])
+        (forward_us, backward_us), *_ = self.slicer.times_us(units)
+        last = len(units.spans) - units.chains[-1]  # whose backward pass ends the step
+        beside_us = np.array([forward_us[0, 0], backward_us[0, last]])
+        waits_us = self.waits_us(np.array([pull_us, push_us]), beside_us)
+        return self.slicer.simulated_us([units]) + float(waits_us.sum())
+
+
+def sliced_costs(
+    model: AnalyticModel, memory: MemoryModel, limit_bytes: float, longest: int
+) -> SlicedCosts:
+    """Costs of one replica alone, as :func:`~megatron_wlb.plan.strategy.costs.replica_costs`; its
+    documents may be as long as memory holds, about, and as ``longest`` at most.
+
+    Raises :class:`ConfigError` where such a replica cannot be, or has no room for slices of the
+    documents that it takes whole.
+    """
+    whole = replica_costs(model, memory, limit_bytes)
+    scheme, multiple, cost = whole.scheme, whole.scheme.length_multiple, model.cost()
+
+    def taking(max_tokens: int) -> SlicedCosts:
+        return SlicedCosts(
+            replace(scheme, sliced=True), max_tokens, whole.costs, whole.least_tokens, memory,
+            whole.group_size, cost, limit_bytes,
+        )  # fmt: skip
+
+    high = -(-longest // multiple) * multiple
+    low = min(whole.max_tokens, high)
+    best = taking(high)
+    if best.fits:
+        return best
+    best = taking(low)
+    best.slicer.check_room()
+    for _ in range(MOST_TRIES):
+        middle = int(math.sqrt(low * high))
+        found = taking(middle - middle % multiple)
+        low, high, best = (middle, high, found) if found.fits else (low, middle, best)
+    return best
