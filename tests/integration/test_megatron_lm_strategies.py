@@ -134,13 +134,15 @@ def test_another_strategy_in_each_step_trains_as_one_process(
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=OF_NORMS)
         assert one["tokens"] == other["tokens"]
     assert {line["strategy"] for line in lines[0]} == {*STRATEGIES}
+    sliced = {line["strategy"] for line in lines[0] if "recomputed_tokens" in line}
+    assert sliced == {one for one in STRATEGIES if "sliced" in one}
 
 
 def test_killed_run_goes_on_under_other_strategies_and_without_any(
     corpus: Path, tmp_path: Path
 ) -> None:
     flags = FLAGS | {"data_path": corpus, "hidden_dropout": 0.1}
-    path = strategies_file(tmp_path, STRATEGIES[1:4])
+    path = strategies_file(tmp_path, (*STRATEGIES[1:3], "tp2pp2sliced:128"))
     mine = flags | {"wlb_strategies": path, "save": "ck", "save_interval": 3}
     finish(launch(tmp_path, 4, mine | {"wlb_metrics": "whole"}))
     expected = losses(tmp_path / "whole")

@@ -19,7 +19,10 @@ from megatron_wlb.plan.strategy.layout import (
 
 NODES = Cluster(32, 8)
 POWERS = st.sampled_from((1, 2, 4, 8))
-SCHEMES = st.builds(Scheme, POWERS, st.sampled_from((1, 2, 16)), st.sampled_from((1, 2, 3)))
+SCHEMES = st.builds(
+    lambda tp, cp, pp, cut: Scheme(tp, cp, pp, sliced=cut and pp > 1),
+    POWERS, st.sampled_from((1, 2, 16)), st.sampled_from((1, 2, 3)), st.booleans(),
+)  # fmt: skip
 
 
 def test_text_names_what_is_divided_and_counts_like_replicas() -> None:
@@ -87,6 +90,8 @@ def test_file_of_strategies_comes_back(tmp_path: Path) -> None:
         ("tp8tp4:1k", "'tp8tp4' is no scheme; give each size once"),
         ("0*tp8:1k", "number of replicas is 0; give at least 1"),
         ("vpp2:1k", "VPP 2 is for a pipeline, but PP is 1"),
+        ("tp2sliced:1k", "sliced is for a pipeline, but PP is 1"),
+        ("slicedpp2:1k", "'slicedpp2:1k' is no replica"),
         ("tp8:4", "max_tokens is 4; give at least 8"),
         ("tp2:1k@0-1+tp2:1k@1-2", "rank 1 is in replicas 0 and 1; give it to one"),
         ("tp2:1k@0-2", "has 3 ranks, but needs 2"),

@@ -1,0 +1,145 @@
+"""Replicas of strategies that cut their documents: longer ones, all of them, in the time told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.schedule.order import sliced
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan import Document, StepPlan
+from megatron_wlb.plan.strategy.layout import Scheme, Strategy
+from megatron_wlb.planning.assign import Assignment, assign, step_plan
+from megatron_wlb.planning.dispatch import Candidate, StepDocuments, lower_bound_us
+from megatron_wlb.planning.propose import StrategySpace, propose
+from megatron_wlb.planning.room import unit_of
+from megatron_wlb.planning.sliced_replica import SlicedCosts
+from megatron_wlb.simulator.replica_steps import StrategySimulator
+
+SHAPE = ModelShape(
+    1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
+)
+SPACE = StrategySpace(SHAPE, Execution(), load_hardware("a100"), 8, memory_gib=3.0, schemes=())
+WHOLE, CUT = Scheme(2, 1, 4), Scheme(2, 1, 4, sliced=True)
+PADDING = 1e-3
+"""What a unit is padded by is not counted where it is chosen."""
+SCHEMES = [
+    Scheme(2, 1, 2, sliced=True),
+    CUT,
+    Scheme(1, 2, 2, sliced=True),
+    Scheme(1, 1, 4, 2, True),
+]
+
+
+def costs_of(scheme: Scheme) -> SlicedCosts:
+    found = SPACE.price(scheme)
+    assert isinstance(found, SlicedCosts)
+    return found
+
+
+def drawn(seed: int, num_tokens: int, longest: int) -> list[int]:
+    """Lengths of a step: a document of the longest length, and others of every size."""
+    random, lengths = np.random.default_rng(seed), [longest]
+    while sum(lengths) < num_tokens:
+        lengths.append(int(min(longest, max(1, random.lognormal(6.5, 1.5)))))
+    return lengths
+
+
+def planned(candidate: Candidate, lengths: list[int]) -> tuple[Assignment, StepPlan]:
+    found = assign(StepDocuments(lengths), candidate)
+    assert found is not None
+    documents = [Document(0, n, 0, length, True, 0, n, 0) for n, length in enumerate(lengths)]
+    return found, step_plan(0, documents, found)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_slices_take_longer_documents_in_the_same_memory(scheme: Scheme) -> None:
+    """Simulated from the plan alone: whatever a step is, its peak is within the limit."""
+    costs = costs_of(scheme)
+    assert costs.max_tokens > 1.5 * SPACE.price(replace(scheme, sliced=False)).max_tokens
+    assert costs.memory is not None
+    candidate = Candidate(Strategy.of(SPACE.cluster, [costs.kind]), {costs.kind: costs})
+    peaks = []
+    for seed in range(6):
+        _, plan = planned(candidate, drawn(seed, 2 * costs.max_tokens, costs.max_tokens))
+        (own,), (chains,) = plan.micro_batches, plan.chains
+        units = [
+            unit_of(m.spans, m.padded_length)._replace(
+                recomputed=m.recomputed, divided=m.divided, ranks=()
+            )
+            for m in own
+        ]
+        orders = sliced(scheme.pp_size, chains, scheme.vpp_size)
+        peaks += [
+            costs.memory.peak_bytes_of(rank, actions, units) for rank, actions in enumerate(orders)
+        ]
+    assert 0.8 * 3 * GIB < max(peaks) <= 3 * GIB
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_token_runs_once_in_the_time_told(scheme: Scheme, seed: int) -> None:
+    costs, other = costs_of(scheme), SPACE.price(Scheme(2))
+    kinds = [costs.kind] + [other.kind] * ((8 - scheme.num_ranks) // 2)
+    strategy = Strategy.of(SPACE.cluster, kinds)
+    lengths = drawn(seed, 3 * costs.max_tokens, costs.max_tokens)
+    candidate = Candidate(strategy, {costs.kind: costs, other.kind: other})
+    found, plan = planned(candidate, lengths)
+
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    for micro_batch in plan:
+        assert not any(span.is_slice for span in micro_batch.spans[1:])
+        for document, start, stop in micro_batch.spans:
+            pieces.setdefault(document.number, []).append((start, stop))
+    assert sorted(pieces) == [*range(len(lengths))]
+    for number, own in pieces.items():
+        assert own[0][0] == 0 and own[-1][1] == lengths[number]
+        assert all(before[1] == after[0] for before, after in pairwise(own))
+    assert len(pieces[0]) > 4, "the longest is cut"
+    assert [sum(chains) for chains in plan.chains[:1]] == [len(plan.micro_batches[0])]
+    assert all(not chains for chains in plan.chains[1:])
+    assert plan.alone(0).chains == plan.chains[:1]
+    assert all(plan.alone(n).chains == () for n in range(1, len(kinds)))
+
+    line = StrategySimulator(candidate.costs).step(plan)
+    assert line.propagation_us == pytest.approx(max(found.replica_us), rel=PADDING)
+    assert lower_bound_us(StepDocuments(lengths), candidate) <= 1.01 * found.step_us
+
+
+def test_slices_do_not_let_the_longest_document_stall_the_others() -> None:
+    lengths = drawn(1, 4 * SPACE.price(WHOLE).max_tokens, SPACE.price(WHOLE).max_tokens)
+    step_us = []
+    for scheme in (WHOLE, CUT):
+        costs = SPACE.price(scheme)
+        candidate = Candidate(Strategy.of(SPACE.cluster, [costs.kind]), {costs.kind: costs})
+        step_us.append(planned(candidate, lengths)[0].step_us)
+    assert step_us[1] < 0.9 * step_us[0]
+
+
+def test_proposal_cuts_documents_where_whole_ones_have_no_room() -> None:
+    schemes = tuple(Scheme(tp, 1, pp, sliced=cut) for tp in (1, 2) for pp in (2, 4)
+                    for cut in (False, True))  # fmt: skip
+    whole = replace(SPACE, schemes=tuple(s for s in schemes if not s.sliced))
+    longest = 2 * max(tokens for _, tokens in whole.costs)
+    steps = [drawn(seed, 3 * longest, longest) for seed in range(4)]
+    with pytest.raises(ConfigError, match=f"takes a document of {longest} tokens"):
+        propose(whole, steps)
+    found = propose(replace(SPACE, schemes=schemes, longest=longest), steps)
+    first, *_ = found.candidates
+    assert any(replica.scheme.sliced for replica in first.strategy.replicas)
+    assert str(first.strategy) in {str(Strategy.parse(str(first.strategy), SPACE.cluster))}
+
+
+def test_no_more_than_memory_holds_is_asked_for() -> None:
+    costs = costs_of(CUT)
+    strategy = Strategy.of(SPACE.cluster, [(CUT, 16 * costs.max_tokens)])
+    with pytest.raises(ConfigError, match="but memory holds"):
+        SPACE.candidate(strategy)
+    shorter = Strategy.of(SPACE.cluster, [(CUT, costs.max_tokens // 2)])
+    candidates = [SPACE.candidate(shorter) for _ in range(2)]
+    assert candidates[0].costs[shorter.replicas[0].kind].max_tokens == costs.max_tokens // 2
