@@ -280,7 +280,18 @@ class MemoryModel(Executed):
         return self.parallelism.expert_dp_size if self.execution.distributed_optimizer else 1
 
     def update_bytes(self, pp_rank: int) -> int:
-        """Working memory of the update: torch's Adam takes a root of all second moments at once."""
+        """Working memory of the update: torch's Adam takes a root of all second moments at once.
+
+        With a store of parameters also what the last backward pass leaves for the exchange: fp32
+        gradients that go, and as many that come. Weights that come take less, while the first
+        forward pass holds little.
+        """
+        exchange = 0
+        if self.execution.store_ranks is not None:
+            exchange = 2 * FP32 * self.num_parameters(pp_rank)
+        return max(exchange, self._root_bytes(pp_rank))
+
+    def _root_bytes(self, pp_rank: int) -> int:
         if self.execution.kernels == "fused" or self.execution.optimizer != "adam":
             return 0
         if self.execution.store_ranks is not None:

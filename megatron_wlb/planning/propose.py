@@ -30,7 +30,7 @@ from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
 from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
 from megatron_wlb.plan.strategy.store import ExchangeTimes, ParameterStore
 from megatron_wlb.planning.assign import assign
-from megatron_wlb.planning.dispatch import Candidate, StepDocuments
+from megatron_wlb.planning.dispatch import Candidate, StepDocuments, lower_bound_us
 from megatron_wlb.planning.run import Devices
 from megatron_wlb.planning.sliced_replica import sliced_costs
 
@@ -218,15 +218,15 @@ def propose(
     num_tried, few = len(pool), max(1, len(documents) // 4)
     able = np.array([candidate.strategy.max_tokens >= longest for candidate in pool])
     is_equal = able & (np.arange(num_tried) < num_equal)
-    table = _simulated(pool, documents[:few], progress)
+    table = _simulated(pool, documents[:few], num_equal, progress)
     # Beside the best equal layout, not alone: few strategies take the longest documents.
     alone = np.where(is_equal, table.sum(axis=1), math.inf)
     beside = np.minimum(table, table[alone.argmin()]).sum(axis=1)
     likely = {*np.argsort(beside, kind="stable")[:MOST_SIMULATED].tolist()}
     likely |= {n for n in np.argsort(alone, kind="stable")[:MOST_EQUAL].tolist() if is_equal[n]}
-    kept_pool = sorted(likely)
+    kept_pool = sorted(likely, key=lambda n: (not is_equal[n], n))
     pool, able, is_equal = [pool[n] for n in kept_pool], able[kept_pool], is_equal[kept_pool]
-    rest = _simulated(pool, documents[few:], progress)
+    rest = _simulated(pool, documents[few:], int(is_equal.sum()), progress)
     table = np.concatenate([table[kept_pool], rest], axis=1)
     best_equal = int(np.where(is_equal, table.sum(axis=1), math.inf).argmin())
     kept = [int(np.where(able, table.sum(axis=1), math.inf).argmin())]
@@ -244,14 +244,23 @@ def propose(
 def _simulated(
     pool: Sequence[Candidate],
     steps: Sequence[StepDocuments],
+    num_first: int,
     progress: Callable[[int, int], object],
 ) -> npt.NDArray[np.float64]:
-    """``[candidates, steps]``: times of steps; infinite where a candidate does not take them."""
+    """``[candidates, steps]``: times of steps; infinite where a candidate does not take them.
+
+    Those behind the first are told by their bounds where these are above the best time before.
+    """
     table = np.full((len(pool), len(steps)), math.inf)
     for number, candidate in enumerate(pool):
         for at, step in enumerate(steps):
-            found = assign(step, candidate)
-            if found is not None:
+            if step.longest > candidate.strategy.max_tokens:
+                continue
+            bound_us = lower_bound_us(step, candidate) + candidate.fixed_us
+            table[number, at] = bound_us
+            if number < num_first or bound_us < table[:number, at].min():
+                found = assign(step, candidate)
+                assert found is not None
                 table[number, at] = found.step_us
         progress(number + 1, len(pool))
     return table
@@ -268,13 +277,14 @@ class Share:
     num_replicas: float
 
 
-def relaxed(space: StrategySpace, lengths: npt.NDArray[np.int64]) -> list[list[Share]]:
+def relaxed(
+    priced: Sequence[ReplicaCosts], num_devices: int, lengths: npt.NDArray[np.int64]
+) -> list[list[Share]]:
     """The best relaxed strategy for each longest length: shares of schemes, for long ones first.
 
     ``t[n][l]`` of Equation 4 is the least time in which n ranks run all documents up to l. Each
     interval's documents run on one scheme, which may have a fraction of a replica.
     """
-    priced = list(space.costs.values())
     edges = _edges(priced, lengths)
     sizes = np.array([costs.scheme.num_ranks for costs in priced])
     stops = np.searchsorted(lengths, edges, side="right")
@@ -291,7 +301,7 @@ def relaxed(space: StrategySpace, lengths: npt.NDArray[np.int64]) -> list[list[S
     parts = np.arange(NUM_PARTS + 1)
     given = parts[None, :]  # ranks that the last interval gets, of n
     before = parts[:, None] - given
-    each = space.num_devices / NUM_PARTS
+    each = num_devices / NUM_PARTS
     times = [np.zeros(NUM_PARTS + 1)]
     chosen: list[list[tuple[int, int, int]]] = [[]]  # [E][n]: interval's start, scheme, parts
     for stop in range(1, len(edges) + 1):
@@ -335,10 +345,18 @@ def _edges(priced: Sequence[ReplicaCosts], lengths: npt.NDArray[np.int64]) -> li
 
 
 def _rounded_strategies(space: StrategySpace, lengths: npt.NDArray[np.int64]) -> Iterator[Strategy]:
-    """Every strategy of whole replicas near a relaxed one, once."""
+    """Every strategy of whole replicas near a relaxed one, once: of all schemes, and of those that
+    run documents whole.
+    """
     seen: set[tuple[int, ...]] = set()
     names = {kind: number for number, kind in enumerate(space.costs)}
-    for shares in relaxed(space, lengths):
+    every = list(space.costs.values())
+    whole = [costs for costs in every if not costs.scheme.sliced]
+    reach = max((costs.max_tokens for costs in whole), default=0)
+    given = [(every, lengths), (whole, lengths[lengths <= reach])]
+    if len(whole) == len(every) or not len(given[1][1]):
+        given.pop()
+    for shares in (own for some, fit in given for own in relaxed(some, space.num_devices, fit)):
         shares = sorted(shares, key=lambda share: -share.costs.max_tokens)
         sizes = [share.costs.scheme.num_ranks for share in shares]
         numbers = [share.num_replicas for share in shares]

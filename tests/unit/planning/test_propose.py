@@ -69,7 +69,7 @@ def test_schemes_take_longer_documents_with_more_ranks() -> None:
 def test_relaxed_strategy_is_the_best_there_is() -> None:
     """Where fractions are fine, all ranks are busy with what takes least of their time."""
     lengths = np.sort(np.concatenate(steps(1, 6)))
-    first, *others = relaxed(SPACE, lengths)
+    first, *others = relaxed([*SPACE.costs.values()], 8, lengths)
     assert sum(s.num_replicas * s.costs.scheme.num_ranks for s in first) <= 8 + 1e-9
     assert max(s.costs.max_tokens for s in first) >= lengths[-1]
     per_rank = [
