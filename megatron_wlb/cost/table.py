@@ -176,6 +176,11 @@ class ProfiledCost:
                 f"this run has TP {tp_size} and CP {cp_size}; measure this layout"
             )
 
+    @property
+    def most_tokens(self) -> float:
+        """Tokens up to which it knows documents and micro-batches."""
+        return math.inf if self.extrapolate else min(c.tokens[-1] for c in self._curves)
+
     def check_reach(self, max_tokens: int) -> None:
         """Raises :class:`ConfigError` if documents or micro-batches of S_max are beyond its end."""
         for curve in self._curves:

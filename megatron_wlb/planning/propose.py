@@ -23,7 +23,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost import AnalyticModel, MemoryModel
+from megatron_wlb.cost import AnalyticModel, Cost, MemoryModel
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
@@ -62,6 +62,8 @@ class StrategySpace(Devices):
     (:meth:`.Scheme.expert_sizes`)."""
     longest: int = 1 << 17
     """The longest document that may come: no room is looked for slices of longer ones."""
+    measured: Mapping[tuple[int, int], Cost] | None = None
+    """Measured times of documents by TP and CP; other replicas are not offered then."""
     slices: bool = True
     """Whether pipelines may also run documents in slices."""
     schemes: tuple[Scheme, ...] | None = None
@@ -114,10 +116,22 @@ class StrategySpace(Devices):
         placed = self.executed(parallelism=layout, store_ranks=self.num_devices)
         memory = MemoryModel(self.shape, placed.execution)
         model = AnalyticModel(self.shape, placed.execution, self.hardware)
-        limit_bytes = self.limit_gib(layout) * GIB
+        given = model, memory, self.limit_gib(layout) * GIB, self._measured(scheme)
         if scheme.sliced:
-            return sliced_costs(model, memory, limit_bytes, longest or self.longest)
-        return replica_costs(model, memory, limit_bytes)
+            return sliced_costs(*given, longest or self.longest)
+        return replica_costs(*given)
+
+    def _measured(self, scheme: Scheme) -> Cost | None:
+        if self.measured is None:
+            return None
+        found = self.measured.get((scheme.tp_size, scheme.cp_size))
+        if found is None:
+            known = ", ".join(str(Scheme(*sizes)) for sizes in sorted(self.measured))
+            raise ConfigError(
+                f"--wlb-cost has no tables for {scheme}, only for {known}; measure that TP and CP, "
+                "too, or leave such replicas out"
+            )
+        return found
 
     def candidate(self, strategy: Strategy) -> Candidate:
         """A strategy with its costs; kinds that this space has not are priced as they come.

@@ -553,6 +553,9 @@ class Run(Executed, _Batch):
         return SlidingAttention(latency, shape.reach_tokens, shape.windowed_share)
 
 
+COST_SUFFIXES = ".json", ".yaml", ".yml"
+
+
 def read_cost(
     path: str | Path,
     flag: str,
@@ -584,6 +587,37 @@ def read_cost(
         reason = str(error).removeprefix(f"{path}: ")
         raise ConfigError(f"{flag} {path}: {reason}") from None
     return cost
+
+
+def read_costs(
+    folder: str | Path, flag: str, shape: ModelShape, *, extrapolate: bool = False
+) -> dict[tuple[int, int], Cost]:
+    """Reads the tables of a folder, each of one TP and CP.
+
+    Raises :class:`ConfigError` as :func:`read_cost`, for files without a layout, and two of one.
+    """
+    found: dict[tuple[int, int], Cost] = {}
+    paths = [path for path in sorted(Path(folder).glob("*")) if path.suffix in COST_SUFFIXES]
+    for path in paths:
+        cost = read_cost(path, flag, shape, extrapolate=extrapolate)
+        if not isinstance(cost, ProfiledCost):
+            raise ConfigError(
+                f"{flag} {path}: coefficients have no layout; give tables, as "
+                "megatron_wlb.measure_cost writes them"
+            )
+        sizes = cost.tp_size, cost.cp_size
+        if sizes in found:
+            raise ConfigError(
+                f"{flag} {path}: TP {sizes[0]} and CP {sizes[1]} have tables in another file of "
+                "the folder, too; leave one of them out"
+            )
+        found[sizes] = cost
+    if not found:
+        raise ConfigError(
+            f"{flag} {folder} is no folder with tables ({', '.join(COST_SUFFIXES)}); give one, "
+            "with a file of each TP and CP"
+        )
+    return found
 
 
 def title(p: Parallelism) -> str:

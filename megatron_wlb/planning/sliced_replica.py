@@ -14,8 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_wlb.cost import AnalyticModel, CostModel, MemoryModel
+from megatron_wlb.cost import AnalyticModel, Cost, CostModel, MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.table import ProfiledCost
 from megatron_wlb.plan import Document
 from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
 from megatron_wlb.planning.planner import Units
@@ -102,7 +103,11 @@ class SlicedCosts(ReplicaCosts):
 
 
 def sliced_costs(
-    model: AnalyticModel, memory: MemoryModel, limit_bytes: float, longest: int
+    model: AnalyticModel,
+    memory: MemoryModel,
+    limit_bytes: float,
+    measured: Cost | None,
+    longest: int,
 ) -> SlicedCosts:
     """Costs of one replica alone, as :func:`~megatron_wlb.plan.strategy.costs.replica_costs`; its
     documents may be as long as memory holds, about, and as ``longest`` at most.
@@ -110,8 +115,10 @@ def sliced_costs(
     Raises :class:`ConfigError` where such a replica cannot be, or has no room for slices of the
     documents that it takes whole.
     """
-    whole = replica_costs(model, memory, limit_bytes)
-    scheme, multiple, cost = whole.scheme, whole.scheme.length_multiple, model.cost()
+    whole = replica_costs(model, memory, limit_bytes, measured)
+    scheme, multiple, cost = whole.scheme, whole.scheme.length_multiple, measured or model.cost()
+    if isinstance(measured, ProfiledCost):
+        longest = int(min(longest, measured.most_tokens - multiple))
 
     def taking(max_tokens: int) -> SlicedCosts:
         return SlicedCosts(

@@ -32,6 +32,7 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import sliced
 from megatron_wlb.planning.planner import Stream
 from megatron_wlb.planning.propose import StrategySpace, propose
+from megatron_wlb.planning.run import read_costs
 from megatron_wlb.settings.config import Config, flag_of, table
 
 AUTO = "auto"
@@ -54,7 +55,6 @@ _REASONS = {
     **dict.fromkeys(
         _OF_PACKINGS.split(), "each replica packs its documents by its own memory and time"
     ),
-    "wlb_cost": "a measured cost is of one layout",
 }
 """Settings that must be as they are if not given, and why."""
 
@@ -63,6 +63,8 @@ def check(config: Config) -> None:
     """Raises :class:`ConfigError` for settings that strategies cannot run with, a line each."""
     given, default = config.flat(), Config().flat()
     reasons = {name: why for name, why in _REASONS.items() if given[name] != default[name]}
+    if given["wlb_cost"] == "measured":
+        reasons["wlb_cost"] = "what is timed at start is of one layout; give a folder of tables"
     if "global_aux_loss" in given["moe_router_load_balancing_type"]:
         reasons["moe_router_load_balancing_type"] = "replicas would meet in each pass"
     refuse_all(
@@ -123,8 +125,13 @@ class StrategyRun:
                 )
             sizes = {r.scheme.tp_size for s in strategies for r in s.replicas}
         config = _with_vocabulary(config, math.lcm(*sizes))
+        shape, cost = model_shape(config, padded_vocab_size(config, corpora.vocab_size)), config.wlb
+        measured = None
+        if cost.wlb_cost != "analytic":
+            extrapolate = cost.wlb_cost_extrapolate
+            measured = read_costs(cost.wlb_cost, "--wlb-cost", shape, extrapolate=extrapolate)
         space = StrategySpace(
-            model_shape(config, padded_vocab_size(config, corpora.vocab_size)),
+            shape,
             Execution(recompute=recompute(config), bf16=config.training.bf16),
             hardware,
             num_ranks,
@@ -132,6 +139,7 @@ class StrategyRun:
             ep_size=config.parallel.expert_model_parallel_size,
             etp_size=config.parallel.expert_tensor_parallel_size,
             longest=window,
+            measured=measured,
             schemes=None if named == AUTO else (),
         )
         if named == AUTO:

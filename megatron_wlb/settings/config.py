@@ -156,7 +156,8 @@ class WlbConfig:
     wlb_cost: str = setting(
         "analytic",
         "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "
-        "coefficients or measured tables",
+        "coefficients or measured tables; with --wlb-strategies a folder of tables, one of each "
+        "TP and CP",
         resume="free",
     )
     wlb_hardware: str = setting(

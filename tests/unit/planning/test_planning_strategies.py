@@ -12,11 +12,13 @@ import pytest
 from helpers.strategies import ListStream, documents
 
 from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning import strategy_run as planned
 from megatron_wlb.planning.assign import Assigner, StrategyPlanner
+from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.strategy_run import StrategyRun
@@ -108,6 +110,79 @@ def test_proposed_strategies_can_run() -> None:
     assert all(scheme.tp_size == 1 for scheme in schemes), "one key/value head"
     again = StrategyRun.of(config, Corpora.open(config), 4)
     assert again.strategies == run.strategies
+
+
+# Measured costs.
+
+
+def tables(folder: Path, config: Config, *sizes: tuple[int, int], floor_us: float = 0.0) -> Path:
+    """Tables of each TP and CP: 1 µs a token and rank, but no less than ``floor_us``."""
+    shape = model_shape(config, 128)
+    folder.mkdir()
+    for tp, cp in sizes:
+        us = [(d, max(d, floor_us) / (tp * cp)) for d in (64, 512, 1024, 4096)]
+        rows = tuple(Row(d, each, 2 * each) for d, each in us)
+        cost = ProfiledCost(model_identity(shape), tp, cp, rows, rows)
+        (folder / f"tp{tp}cp{cp}.json").write_text(json.dumps(cost.as_dict()))
+    return folder
+
+
+def test_replicas_take_what_was_measured_in_their_layout(tmp_path: Path) -> None:
+    texts = "tp2:256+pp2:256", "4*tp1:256", "tp2:256+pp2sliced:256"
+    plain = settings(tmp_path, *texts)
+    folder = tables(tmp_path / "costs", plain, (1, 1), (2, 1))
+    run = StrategyRun.of(settings(tmp_path, *texts, flags=f"--wlb-cost {folder}"), CORPORA, 4)
+    for candidate in run.candidates:
+        for costs, _ in candidate.groups:
+            whole_us = costs.rank_us([256]).sum() * costs.scheme.tp_size
+            share = 1.0 if not costs.scheme.sliced else whole_us / (256 * 6)
+            assert whole_us == pytest.approx(256 * (3 + 3) * share, rel=1e-6)
+            assert 1.0 <= share < 1.1, "filling the pipeline"
+    auto = parse([*MODEL.split(), "--mock-data", "--vocab-size", "100", "--wlb-strategies", "auto",
+                  "--wlb-cost", str(folder)])  # fmt: skip
+    found = StrategyRun.of(auto, Corpora.open(auto), 4)
+    schemes = {r.scheme for s in found.strategies for r in s.replicas}
+    assert schemes and {(s.tp_size, s.cp_size) for s in schemes} <= {(1, 1), (2, 1)}
+
+
+def test_micro_batches_are_as_long_as_kernels_were_seen_to_need(tmp_path: Path) -> None:
+    plain = settings(tmp_path, "4*tp1:4096")
+    least = []
+    for floor_us in (0.0, 1000.0):
+        folder = tables(tmp_path / f"costs{floor_us}", plain, (1, 1), floor_us=floor_us)
+        config = settings(tmp_path, "4*tp1:4096", flags=f"--wlb-cost {folder}")
+        (candidate,) = StrategyRun.of(config, CORPORA, 4).candidates
+        least.append(candidate.groups[0][0].least_tokens)
+    assert least == [256, 1024]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text", "said"),
+    [
+        ([(1, 1)], "2*tp2:256", r"no tables for tp2, only for tp1; measure that TP and CP"),
+        ([], "4*tp1:256", "is no folder with tables"),
+        ([(1, 1)], "4*tp1:8192", "to take documents of 8192 tokens, but .* 4096"),
+    ],
+)
+def test_layouts_that_were_not_measured_are_refused(
+    tmp_path: Path, sizes: list[tuple[int, int]], text: str, said: str
+) -> None:
+    folder = tables(tmp_path / "costs", settings(tmp_path, text), *sizes)
+    with pytest.raises(ConfigError, match=said) as refused:
+        StrategyRun.of(settings(tmp_path, text, flags=f"--wlb-cost {folder}"), CORPORA, 4)
+    assert "\n" not in str(refused.value)
+
+
+def test_costs_without_a_layout_or_with_one_twice_are_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, "4*tp1:256")
+    folder = tables(tmp_path / "costs", config, (1, 1))
+    (folder / "again.json").write_text((folder / "tp1cp1.json").read_text())
+    flags = f"--wlb-cost {folder}"
+    with pytest.raises(ConfigError, match="TP 1 and CP 1 have tables in another file"):
+        StrategyRun.of(settings(tmp_path, "4*tp1:256", flags=flags), CORPORA, 4)
+    (folder / "again.json").write_text(json.dumps(DocumentCost(1, 1, 1, 1).as_dict()))
+    with pytest.raises(ConfigError, match="coefficients have no layout"):
+        StrategyRun.of(settings(tmp_path, "4*tp1:256", flags=flags), CORPORA, 4)
 
 
 # Plans that go on.
