@@ -373,6 +373,11 @@ class StrategyPlanner:
         self._packer: Mapping[str, Any] | None = None  # of the run before, whose documents wait
 
     @property
+    def dp_size(self) -> int:
+        """The ranks of the run: all are data-parallel ones to Megatron."""
+        return self.assigner.candidates[0].strategy.cluster.num_devices
+
+    @property
     def num_waiting(self) -> int:
         """Documents of the run before that wait."""
         return len(_waiting(self._packer))

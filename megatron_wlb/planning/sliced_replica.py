@@ -8,16 +8,16 @@ activations are held once, and bubbles are as short as a slice. So fewer ranks t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from megatron_wlb.cost import AnalyticModel, Cost, CostModel, MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.table import ProfiledCost
-from megatron_wlb.plan import Document
+from megatron_wlb.plan import Document, Span
 from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
 from megatron_wlb.planning.planner import Units
 from megatron_wlb.planning.room import MemoryLimit, worst_steps
@@ -30,6 +30,9 @@ FEWEST_UNITS = 4
 """Units for each stage into which the longest document is cut at least, however short it is."""
 MOST_TRIES = 3
 """Lengths that are tried besides the longest, for the longest document that memory holds."""
+
+MOST_KNOWN = 64
+"""Replicas of a scheme that a step may have, about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +90,30 @@ class SlicedCosts(ReplicaCosts):
 
     def units(self, documents: Sequence[Document]) -> Units:
         """The units that such a replica runs of documents."""
-        pp_size, num_tokens = self.scheme.pp_size, sum(d.length for d in documents)
+        units = self._laid(tuple(document.length for document in documents))
+        spans = [
+            [Span(documents[document.number], start, stop) for document, start, stop in own]
+            for own in units.spans
+        ]
+        return units._replace(spans=spans)
+
+    @cached_property
+    def _laid(self) -> Callable[[tuple[int, ...]], Units]:
+        """The units of documents of such lengths, which are numbered. A step asks for them as it is
+        assigned, and as it is planned.
+        """
+        return lru_cache(maxsize=MOST_KNOWN)(self._lay)
+
+    def _lay(self, lengths: tuple[int, ...]) -> Units:
+        documents = [Document(0, n, 0, own, True, 0, n, 0) for n, own in enumerate(lengths)]
+        pp_size, num_tokens = self.scheme.pp_size, sum(lengths)
         shortest = max(1, min(self.least_tokens, self.max_tokens // (FEWEST_UNITS * pp_size)))
         number = max(1, min(UNITS * pp_size, num_tokens // shortest))
         return self.slicer.alone(documents, number)
 
     def step_us(self, lengths: Sequence[int], pull_us: float, push_us: float) -> float:
         """Simulated time of documents of these lengths, with what is waited for of the exchange."""
-        units = self.units([Document(0, n, 0, own, True, 0, n, 0) for n, own in enumerate(lengths)])
+        units = self._laid(tuple(lengths))
         (forward_us, backward_us), *_ = self.slicer.times_us(units)
         last = len(units.spans) - units.chains[-1]  # whose backward pass ends the step
         beside_us = np.array([forward_us[0, 0], backward_us[0, last]])

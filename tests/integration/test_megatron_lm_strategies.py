@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from megatron_lm_runs import (
     validations,
 )
 from trainer_runs import losses, read_metrics
+
+from megatron_wlb.cli.main import main
 
 pytestmark = needs_megatron_lm
 
@@ -139,7 +142,7 @@ def test_another_strategy_in_each_step_trains_as_one_process(
 
 
 def test_killed_run_goes_on_under_other_strategies_and_without_any(
-    corpus: Path, tmp_path: Path
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = FLAGS | {"data_path": corpus, "hidden_dropout": 0.1}
     path = strategies_file(tmp_path, (*STRATEGIES[1:3], "tp2pp2sliced:128"))
@@ -147,6 +150,11 @@ def test_killed_run_goes_on_under_other_strategies_and_without_any(
     finish(launch(tmp_path, 4, mine | {"wlb_metrics": "whole"}))
     expected = losses(tmp_path / "whole")
     assert len(expected) == NUM_STEPS
+    capsys.readouterr()
+    assert main(["audit", str(tmp_path / "ck"), "--json", "--replay"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["lost"]["number"], report["twice"]["number"]) == (0, 0)
+    assert (report["steps"], report["replayed"]) == (NUM_STEPS, NUM_STEPS)
     again = mine | {"load": "ck", "ckpt_step": 6, "save": None, "wlb_metrics": "again"}
     finish(launch(tmp_path, 4, again))
     assert losses(tmp_path / "again") == {n: expected[n] for n in range(7, NUM_STEPS + 1)}

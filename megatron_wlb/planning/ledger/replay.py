@@ -7,10 +7,12 @@ import dataclasses
 from megatron_wlb.cost import cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.planning.assign import StrategyPlanner
 from megatron_wlb.planning.from_config import make_planner
 from megatron_wlb.planning.guards import check_ranges
 from megatron_wlb.planning.ledger.audit import History, Start
 from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import from_flat
 
@@ -21,7 +23,7 @@ def replay(history: History) -> int:
     Each start of the run has its own settings and layout, and goes on from the state before it.
 
     Raises:
-        ConfigError: the ledger begins in the midst of a run, or the run had strategies.
+        ConfigError: the ledger begins in the midst of a run.
         CorpusError: a corpus is not where it was.
         PlanError: a step is planned otherwise; names it.
     """
@@ -30,7 +32,7 @@ def replay(history: History) -> int:
             f"{history.path} begins after step {history.base.iteration}, whose state is not known; "
             "only a ledger from the first step on can be planned again"
         )
-    planner: Planner | None = None
+    planner: Planner | StrategyPlanner | None = None
     number = -1
     for step in history.steps:
         if planner is None or step.start != number:
@@ -48,15 +50,13 @@ def replay(history: History) -> int:
     return len(history.steps)
 
 
-def _planner(start: Start) -> Planner:
+def _planner(start: Start) -> Planner | StrategyPlanner:
     # Ledgers have what is not the default, and `hold` was that before packings were chosen.
-    config = from_flat({"wlb_packing": "hold"} | start.settings)
+    # Strategies have neither a packing nor one cost.
+    default = {} if start.cost is None else {"wlb_packing": "hold"}
+    config = from_flat(default | start.settings)
     check_ranges(config)
     dp_size = whole_number("dp_size", start.dp_size, 1, MOST_DEVICES)
-    if config.wlb.wlb_strategies is not None or start.cost is None:
-        raise ConfigError(
-            "--replay plans steps of one layout, and this run has --wlb-strategies; leave it out"
-        )
     if not config.data.data_path and not config.data.mock_data:
         raise ConfigError(
             "--replay reads the corpora of --data-path, which this run did not have (blends of "
@@ -64,4 +64,7 @@ def _planner(start: Start) -> Planner:
         )
     data = dataclasses.replace(config.data, vocab_size=start.vocab_size)
     config = dataclasses.replace(config, data=data)
-    return make_planner(config, Corpora.open(config), cost_from_dict(start.cost), dp_size)
+    corpora = Corpora.open(config)
+    if start.cost is None:
+        return StrategyRun.of(config, corpora, dp_size).planner(corpora)
+    return make_planner(config, corpora, cost_from_dict(start.cost), dp_size)
