@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
         },
     ),
 }
-STRATEGIES = ("4*tp1:512", "tp2:1k+pp2:1k")
+STRATEGIES = ("4*tp1:512", "tp2:1k+pp2sliced:1k")
 Starter = Callable[..., Run]
 STARTERS: dict[str, tuple[Starter, Flags]] = {
     "embedded": (start, EMBEDDED),
