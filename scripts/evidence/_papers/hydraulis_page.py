@@ -16,9 +16,11 @@ from _papers.hydraulis import BREAKDOWN, CASES, CONFIGURATIONS, DATA, PRINTED_RA
 from _papers.paper import Effort, K
 from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import Recompute
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.propose import StrategySpace
+from megatron_wlb.study.search import FULL
 from megatron_wlb.study.strategy_search import study
 
 WINDOW = 128 * K
@@ -26,6 +28,18 @@ DEVICES = 64
 WINDOWS_A_STEP = (16,)
 OTHER_HARDWARE = "h200"
 """TP and PP alone hold a window there."""
+SLICED = (
+    ("7b", 64, "h100-sxm", "reference", 16),
+    ("30b", 64, "h100-sxm", "reference", 16),
+    ("30b", 64, "h100-sxm", "magi", 16),
+    ("70b", 256, "h200", "reference", 32),
+)
+SLICES = "slices"
+WAYS = (
+    ("no recomputation", False, Recompute()),
+    ("recomputed", False, FULL),
+    (SLICES, True, Recompute()),
+)
 
 
 def _end_to_end(effort: Effort) -> Section:
@@ -206,7 +220,7 @@ def _other_lengths(effort: Effort) -> Section:
     hardware = load_hardware(OTHER_HARDWARE)
     plain = tuple(Scheme(tp, 1, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
     spaces = {
-        "CP too": StrategySpace(shape, Execution(), hardware, DEVICES),
+        "CP too": StrategySpace(shape, Execution(), hardware, DEVICES, slices=False),
         "TP and PP alone": StrategySpace(shape, Execution(), hardware, DEVICES, schemes=plain),
     }
     sources = [LengthSource.of_distribution(name) for name in ("reference", "magi")]
@@ -245,6 +259,49 @@ def _other_lengths(effort: Effort) -> Section:
         [],
         _said(gain),
         ("alone", "best equal layout", "chosen most often"),
+    )
+
+
+def _slices(effort: Effort) -> Section:
+    rows = []
+    for model, devices, name, data, windows in SLICED:
+        shape, hardware = padded_vocabulary(load_model(model), 8), load_hardware(name)
+        source = LengthSource.of_distribution(data)
+        values, used = [], []
+        for seed in effort.seeds:
+            found = {}
+            for way, slices, recompute in WAYS:
+                space = StrategySpace(
+                    shape, Execution(recompute=recompute), hardware, devices, slices=slices,
+                    longest=WINDOW,
+                )  # fmt: skip
+                if any(tokens >= WINDOW for _, tokens in space.costs):
+                    found[way] = study(space, source, window=WINDOW, windows_a_step=windows,
+                                       num_steps=effort.steps, seed=seed)  # fmt: skip
+            whole = min((way for way in found if way != SLICES), key=lambda w: found[w].dynamic_us)
+            values.append(found[whole].dynamic_us / found[SLICES].dynamic_us)
+            used.append([(whole, found[whole]), ("", found[SLICES])])
+        extra = [
+            f"{max(one.outcomes, key=lambda o: o.num_chosen).candidate.strategy}"
+            f"{f' ({way})' if way else ''}"
+            for way, one in used[0]
+        ]
+        title = f"{model.upper()}, {devices} {name.split('-')[0].upper()}s, {data}"
+        rows.append(row_of(title, values, None, tuple(extra)))
+    return Section(
+        "slices",
+        "What slices inside replicas add",
+        "The table shows strategies whose pipelines may cut documents into slices, over strategies "
+        f"that run them whole, as the paper does. Windows have {WINDOW // K}K tokens, steps 16 "
+        "windows, 32 on more than 64 GPUs. Whole documents run with or without recomputation of "
+        "all layers, whichever is faster; slices recompute as little as memory asks.",
+        "speed-up over whole documents",
+        rows,
+        [],
+        "A document that runs whole is held once for each micro-batch in flight. In slices it is "
+        "held once, so replicas take documents several times as long, and fewer ranks do. The "
+        "more memory the model leaves, the less that matters.",
+        ("whole, chosen most often", "with slices, chosen most often"),
     )
 
 
@@ -316,6 +373,7 @@ HYDRAULIS = Paper(
         "breakdown": _breakdown,
         "optimum": _optimum,
         "lengths": _other_lengths,
+        "slices": _slices,
     },
     _notes,
     steps=20,
