@@ -23,6 +23,7 @@ from megatron_wlb.cost import (
     Parallelism,
     load_hardware,
 )
+from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.hardware import LEAST, MOST, hardware_names
 from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
@@ -38,7 +39,7 @@ from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
-from megatron_wlb.planning.run import Run, Workload, read_cost
+from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.planning.samples import plan_step
 from megatron_wlb.reading import (
     MOST_MICRO_BATCHES,

@@ -21,6 +21,7 @@ from megatron_wlb.cost import (
     Parallelism,
     load_hardware,
 )
+from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
@@ -39,7 +40,7 @@ from megatron_wlb.planning.from_config import (
     without_growth,
 )
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
-from megatron_wlb.planning.run import Run, Workload, read_cost
+from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import (
     MOST_DEVICES,
     MOST_MICRO_BATCHES,

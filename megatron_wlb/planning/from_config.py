@@ -21,6 +21,7 @@ from megatron_wlb.cost import (
     Recompute,
     load_hardware,
 )
+from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.layers import Precisions, slices
@@ -36,7 +37,7 @@ from megatron_wlb.plan.sharding import Selector
 from megatron_wlb.planning.layer_patterns import with_experts, with_windows
 from megatron_wlb.planning.packing import PackingSettings, kind_of
 from megatron_wlb.planning.planner import Planner, Stream
-from megatron_wlb.planning.run import Run, read_cost
+from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.settings.config import Config

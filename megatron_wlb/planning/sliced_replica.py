@@ -44,7 +44,7 @@ class SlicedCosts(ReplicaCosts):
     """
 
     cost: CostModel | None = None
-    """Of documents in the whole model, by which they are cut."""
+    """The time of documents in the whole model, by which they are cut."""
     limit_bytes: float = 0.0
     """What a device's tensors may take."""
 
@@ -54,7 +54,7 @@ class SlicedCosts(ReplicaCosts):
         return 0.0
 
     def rank_us(self, lengths: Sequence[int]) -> Floats:
-        """With a document's share of filling and draining a pipeline of most units."""
+        """Adds a document's share of filling and draining a pipeline of most units."""
         scheme = self.scheme
         share = (scheme.pp_size - 1) / (scheme.vpp_size * UNITS * scheme.pp_size)
         return super().rank_us(lengths) * (1 + share)

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import islice
 
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
+from megatron_wlb.cost.cost_files import read_costs
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.plan.sharding import Selector
@@ -32,7 +33,6 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import sliced
 from megatron_wlb.planning.planner import Stream
 from megatron_wlb.planning.propose import StrategySpace, propose
-from megatron_wlb.planning.run import read_costs
 from megatron_wlb.settings.config import Config, flag_of, table
 
 AUTO = "auto"

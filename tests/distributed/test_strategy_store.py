@@ -49,6 +49,8 @@ class Counted:
     pulled: tuple[int, ...]
     """By step: what it sends to other ranks before the push."""
     pushed: tuple[int, ...]
+    held: tuple[int, ...]
+    """By step: gradients on their way, in buffers."""
     store: int
     sizes: tuple[int, ...]
     """Elements of each bucket."""
@@ -63,24 +65,28 @@ def count(config: Config) -> Counted:
 
     rank = dist.get_rank()
     run, runner = open_runner(config, WORKLOAD)
-    real, sent = dist.all_to_all_single, []
+    real, sent, buffers = dist.all_to_all_single, [], []
 
     def counted(got: Any, given: Any, coming: Any, going: Any, **options: Any) -> Any:
         sent.append((sum(going) - going[rank]) * given.element_size())
+        buffers.append(got.nbytes + given.nbytes)
         return real(got, given, coming, going, **options)
 
-    pulled, pushed = [], []
+    pulled, pushed, held = [], [], []
     num = len(runner.buckets.sizes)
     with mock.patch.object(routes.dist, "all_to_all_single", counted):
         for step in range(len(STRATEGIES)):
             sent.clear()
+            buffers.clear()
             run_step(runner, dataclasses.replace(plan_for(run, WORKLOAD, step), step=step))
             pulled.append(sum(sent[:num]))
             pushed.append(sum(sent[num:]))
+            held.append(sum(buffers[num:]))
             assert len(sent) == 2 * num
             runner.store.optimizer.step()
     assert all(torch.isfinite(shard).all() for shard in runner.store.weights)
-    return Counted(tuple(pulled), tuple(pushed), runner.store.num_bytes, (*runner.buckets.sizes,))
+    counted_bytes = tuple(pulled), tuple(pushed), tuple(held), runner.store.num_bytes
+    return Counted(*counted_bytes, (*runner.buckets.sizes,))
 
 
 def test_exchange_and_store_take_no_more_bytes_than_planned(gloo: GlooPool, tmp_path: Path) -> None:
@@ -108,6 +114,10 @@ def test_exchange_and_store_take_no_more_bytes_than_planned(gloo: GlooPool, tmp_
         model = MemoryModel(shape, Execution(scheme.parallelism, bf16=False, store_ranks=NUM_RANKS))
         most = max(one.store for one in found)
         assert model.state_bytes(0).optimizer == pytest.approx(most, rel=0.03)
+    for at, scheme in ((0, Scheme()), (1, Scheme(2))):
+        model = MemoryModel(shape, Execution(scheme.parallelism, bf16=False, store_ranks=NUM_RANKS))
+        most = max(one.held[at] for one in found)
+        assert model.update_bytes(0) == pytest.approx(most, rel=0.03)
 
 
 @pytest.mark.parametrize("num_replicas", [8, 16, 32])

@@ -21,6 +21,7 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.layers import Precisions
 from megatron_wlb.cost.memory import GIB, overhead_gib
@@ -29,7 +30,7 @@ from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.planning.packing import PackingSettings
-from megatron_wlb.planning.run import MEMORY_SHARE, Run, Workload, read_cost, title
+from megatron_wlb.planning.run import MEMORY_SHARE, Run, Workload, title
 from megatron_wlb.study.evaluate import evaluate
 
 SHAPE = ModelShape(
