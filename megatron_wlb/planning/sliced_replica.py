@@ -21,7 +21,7 @@ from megatron_wlb.plan import Document, Span
 from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
 from megatron_wlb.planning.planner import Units
 from megatron_wlb.planning.room import MemoryLimit, worst_steps
-from megatron_wlb.planning.slicing import Slicer, slice_multiple
+from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer, slice_multiple
 
 UNITS = 16
 """Units for each stage, where documents are long enough: filling and draining the pipeline take
@@ -30,7 +30,6 @@ FEWEST_UNITS = 4
 """Units for each stage into which the longest document is cut at least, however short it is."""
 MOST_TRIES = 3
 """Lengths that are tried besides the longest, for the longest document that memory holds."""
-
 MOST_KNOWN = 64
 """Replicas of a scheme that a step may have, about."""
 
@@ -66,7 +65,6 @@ class SlicedCosts(ReplicaCosts):
     def slicer(self) -> Slicer:
         assert self.cost is not None and self.memory is not None
         multiple, layout = self.scheme.length_multiple, self.scheme.parallelism
-        # The least that recomputes: what a run recomputes anyhow is in the memory model.
         execution = self.memory.execution
         recomputes = execution.recompute.granularity is None and execution.recomputes
         return Slicer(
@@ -136,8 +134,9 @@ def sliced_costs(
     """
     whole = replica_costs(model, memory, limit_bytes, measured)
     scheme, multiple, cost = whole.scheme, whole.scheme.length_multiple, measured or model.cost()
-    if isinstance(measured, ProfiledCost):
-        longest = int(min(longest, measured.most_tokens - multiple))
+    if isinstance(measured, ProfiledCost) and measured.most_tokens < longest + SLICE_MULTIPLE:
+        end = int(min(longest, measured.most_tokens))  # no cut is looked for beyond
+        longest = end - end % math.lcm(multiple, slice_multiple(end))
 
     def taking(max_tokens: int) -> SlicedCosts:
         return SlicedCosts(

@@ -209,6 +209,7 @@ class Slicer:
         self._next_sweep = 0  # the first step in which the number is chosen again
         self._peaks_bytes: dict[Way, float] = {}
         self._memory, self._longest = memory, max((max(own) for own in worst), default=0)
+        self._most_tokens = max(map(sum, worst), default=0)  # of steps that were looked at
         self._tight: set[Way] = set()  # with which something may be recomputed
         if memory is not None:
             self._keep_what_fits(memory, worst, may_divide=several and cache == "auto")
@@ -267,7 +268,7 @@ class Slicer:
             peak_bytes = memory.peak_bytes(units[0], self._layout)
             if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
                 self._tight.add(way)
-                units = self._with_room(units, way)
+                units = self._with_room(units)
                 peak_bytes = memory.peak_bytes(units[0], self._layout)
             self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
 
@@ -279,7 +280,8 @@ class Slicer:
         heaviest, way = self._heaviest_first(documents), self._tried[0]
         dealt = _Dealt([heaviest], [], 0.0, 0)
         laid = self._lay(dealt, 0, Way(num_units, way.divided))
-        return self._with_room(laid, way)[0]
+        larger = sum([document.length for document in documents]) > self._most_tokens
+        return self._with_room(laid, is_tight=larger or way in self._tight)[0]
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
@@ -292,15 +294,14 @@ class Slicer:
                 dealt = merged
         groups = range(len(dealt.alone))
         laid = [units for group in groups for units in self._lay(dealt, group, way)]
-        return self._with_room(laid, way)
+        return self._with_room(laid, is_tight=way in self._tight)
 
-    def _with_room(self, replicas: Sequence[Units], way: Way) -> list[Units]:
+    def _with_room(self, replicas: Sequence[Units], *, is_tight: bool = True) -> list[Units]:
         """The same, of which units are recomputed as memory asks: alike in replicas that run alike,
         and those that several replicas run together in all of them.
         """
-        if way not in self._tight:
+        if self._memory is None or not (is_tight and self._memory.recomputes):
             return [*replicas]
-        assert self._memory is not None
         together: dict[Span, int] = {}
         chosen = []
         for at in range(0, len(replicas), self._alike):
@@ -397,7 +398,7 @@ class Slicer:
     def _step_us(self, dealt: _Dealt, way: Way) -> float:
         """Time of forwards and backwards, simulated, of the group with most work."""
         laid = self._lay(dealt, dealt.heaviest, way)
-        return self.simulated_us(self._with_room(laid, way))
+        return self.simulated_us(self._with_room(laid, is_tight=way in self._tight))
 
     def simulated_us(self, group: Sequence[Units]) -> float:
         """Time of forwards and backwards of replicas that run alike, or of one."""

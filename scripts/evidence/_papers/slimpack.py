@@ -319,7 +319,9 @@ def _by_number(slicer: Slicer, documents: Sequence[Document]) -> dict[int, list[
     replicas = range(len(dealt.alone))
     return {
         way.num_units: [
-            slicer.simulated_us(slicer._with_room(slicer._lay(dealt, replica, way), way))
+            slicer.simulated_us(
+                slicer._with_room(slicer._lay(dealt, replica, way), is_tight=way in slicer._tight)
+            )
             for replica in replicas
         ]
         for way in slicer._tried
