@@ -73,6 +73,34 @@ def check(config: Config) -> None:
     )
 
 
+def check_ranks(config: Config, num_ranks: int) -> None:
+    """Raises :class:`ConfigError` for strategies of another number of devices, and a batch that
+    does not divide over so many.
+    """
+    _read(config, num_ranks)
+    batch = config.training.global_batch_size
+    if batch % num_ranks:
+        raise ConfigError(
+            f"--global-batch-size is {batch}, but with --wlb-strategies Megatron takes each of the "
+            f"{num_ranks} processes for a data-parallel rank; give a multiple of {num_ranks}"
+        )
+
+
+def _read(config: Config, num_ranks: int) -> tuple[Strategy, ...]:
+    """The strategies of a file; none for those that are proposed."""
+    named = config.wlb.wlb_strategies
+    if named in (AUTO, None):
+        return ()
+    strategies = read_strategies(named)
+    found = strategies[0].cluster.num_devices
+    if found != num_ranks:
+        raise ConfigError(
+            f"--wlb-strategies {named} is for {found} devices, but {num_ranks} processes were "
+            "started; start as many, or give strategies for as many"
+        )
+    return strategies
+
+
 def undivided(config: Config) -> Config:
     """The settings of a run on one rank: what all layouts have in common. Replicas run as many
     micro-batches as they like.
@@ -111,18 +139,11 @@ class StrategyRun:
         check(config)
         named, window = config.wlb.wlb_strategies, config.data.seq_length
         hardware = load_hardware(config.wlb.wlb_hardware)
-        assert named is not None
-        if named == AUTO:
+        strategies = _read(config, num_ranks)
+        if not strategies:
             sizes: Iterable[int] = range(1, min(num_ranks, hardware.devices_per_node) + 1)
             sizes = [size for size in sizes if not size & (size - 1)]
         else:
-            strategies = read_strategies(named)
-            found = strategies[0].cluster.num_devices
-            if found != num_ranks:
-                raise ConfigError(
-                    f"--wlb-strategies {named} is for {found} devices, but {num_ranks} processes "
-                    "were started; start as many, or give strategies for as many"
-                )
             sizes = {r.scheme.tp_size for s in strategies for r in s.replicas}
         config = _with_vocabulary(config, math.lcm(*sizes))
         shape, cost = model_shape(config, padded_vocab_size(config, corpora.vocab_size)), config.wlb
@@ -140,9 +161,9 @@ class StrategyRun:
             etp_size=config.parallel.expert_tensor_parallel_size,
             longest=window,
             measured=measured,
-            schemes=None if named == AUTO else (),
+            schemes=() if strategies else None,
         )
-        if named == AUTO:
+        if not strategies:
             schemes = [scheme for scheme in space.offered() if not any(_refusals(config, scheme))]
             space = dataclasses.replace(space, schemes=tuple(schemes))
             steps = [*islice(_lengths(_stream(config, Split(corpora, "train"))), SAMPLE_STEPS)]

@@ -121,6 +121,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     num_ranks, alone = args.world_size, config
     if config.wlb.wlb_strategies is not None:
         strategy_run.check(config)
+        strategy_run.check_ranks(config, args.world_size)
         num_ranks, alone = 1, strategy_run.undivided(config)
     layout_guards.check(alone, num_ranks)
     layout_guards.check_micro_batches(alone, num_ranks)

@@ -81,6 +81,18 @@ def test_strategies_that_cannot_run_are_refused(
         StrategyRun.of(settings(tmp_path, text), CORPORA, num_ranks)
 
 
+def test_numbers_of_processes_are_checked_before_megatron_divides_by_them(tmp_path: Path) -> None:
+    config = settings(tmp_path, "2*tp1:256", num_devices=2)
+    with pytest.raises(ConfigError, match="is for 2 devices, but 3 processes were started"):
+        planned.check_ranks(config, 3)
+    with pytest.raises(ConfigError, match=r"--global-batch-size is 3, .* give a multiple of 2$"):
+        planned.check_ranks(config, 2)
+    auto = parse([*MODEL.split(), "--wlb-strategies", "auto"])
+    planned.check_ranks(auto, 3)
+    with pytest.raises(ConfigError, match=r"give a multiple of 2$"):
+        planned.check_ranks(auto, 2)
+
+
 def test_heads_that_a_replica_would_divide_are_refused(tmp_path: Path) -> None:
     flags = "--group-query-attention --num-query-groups 2"
     with pytest.raises(ConfigError, match="tp4: --num-query-groups is 2, but TP 4"):
