@@ -53,6 +53,13 @@ TABLE_3 = {
 """Model, GPUs -> Megatron-LM's scheme for documents up to 16K and up to 32K."""
 CONFIGURATIONS = {"F1": (16 * K, 100 * K), "F2": (32 * K, 100 * K), "F3": (32 * K, 200 * K)}
 """Longest document, tokens an iteration. Table 3 has the lengths; the tokens of F3 are ours."""
+SCALES = {
+    "GPUs": [(num, 32 * K, 200 * K) for num in (8, 16, 32, 64)],
+    "longest document": [(16, longest * K, 200 * K) for longest in (16, 32, 64, 128)],
+    "tokens": [(16, 32 * K, tokens * K) for tokens in (100, 200, 400)],
+}
+"""Figure 11: GPUs, longest document and tokens an iteration; 7B, Common Crawl (§8.3). The factors'
+values are ours, as the paper has them in the picture alone."""
 PRINTED_RANGE = (1.32, 2.66)
 """Over the best of Megatron-LM, DeepSpeed and HotSPa (§8.2)."""
 TABLE_1 = {
@@ -97,9 +104,12 @@ class Case:
     def name(self) -> str:
         return f"{self.data} {self.model.upper()}, {self.num_devices} GPUs, {self.configuration}"
 
+    sizes: tuple[int, int] | None = None
+    """Longest document and tokens an iteration, if not the configuration's."""
+
     @property
     def context(self) -> int:
-        return CONFIGURATIONS[self.configuration][0]
+        return (self.sizes or CONFIGURATIONS[self.configuration])[0]
 
 
 CASES = tuple(
@@ -114,7 +124,7 @@ BREAKDOWN = Case("32b", 64)
 
 def steps_of(case: Case, num: int, seed: int) -> list[list[Document]]:
     """Iterations of so many tokens; documents above the context are truncated, as the paper's."""
-    context, tokens = CONFIGURATIONS[case.configuration]
+    context, tokens = case.sizes or CONFIGURATIONS[case.configuration]
     random = np.random.default_rng([seed, len(case.data)])
     drawn = np.clip(DATA[case.data](random, num * tokens // 256), 16, context).astype(np.int64)
     step = np.cumsum(drawn) // tokens
@@ -226,6 +236,23 @@ def end_to_end(case: Case, effort: Effort) -> Result:
         case,
         tuple(studied(case, seed, effort.steps, effort.hardware) for seed in seeds),
         tuple(packed_us(base, steps_of(case, effort.steps, s), case.context) for s in seeds),
+        base,
+    )
+
+
+def scaled(num_devices: int, sizes: tuple[int, int], effort: Effort) -> Result:
+    """One point of Figure 11: strategies against Megatron-LM in the equal layout that is fastest
+    with its packing, as Appendix F has it for few of them.
+    """
+    case, seeds = Case("7b", num_devices, sizes=sizes), effort.seeds
+    space = space_of(case, effort.hardware)
+    steps = {seed: steps_of(case, effort.steps, seed) for seed in seeds}
+    equal = [space.equal(own) for own in space.costs.values() if own.max_tokens >= case.context]
+    base = min(equal, key=lambda one: packed_us(one, steps[seeds[0]], case.context))
+    return Result(
+        case,
+        tuple(studied(case, seed, effort.steps, effort.hardware) for seed in seeds),
+        tuple(packed_us(base, steps[seed], case.context) for seed in seeds),
         base,
     )
 
