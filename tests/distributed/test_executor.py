@@ -409,7 +409,7 @@ def error_of_unlike_lengths(case: Layout) -> tuple[str, str] | None:
     from megatron_wlb.runtime.stepping.executor import Transfers
 
     runner = build_runner(case.config, WORKLOAD)
-    config, links = runner.model.config, runner._links
+    config, links = runner.model.config, runner.links
     stage, action = links.rank, Action("F", 0, 0)
     transfers = Transfers(links, [(4, 6)[stage]], config, True, "step 3")
     tensor = torch.ones(4, 1, config.hidden_size)

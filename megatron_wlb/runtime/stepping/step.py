@@ -156,9 +156,6 @@ class StepRunner:
         self.verify_plan_interval = verify_plan_interval
         self.timeout = timeout
         self.replicas_meet = replicas_meet
-        self.links: Links | None = None
-        """The communicators that documents in slices need; made with the first such plan if not
-        set."""
         self._schedule = get_forward_backward_func()
         self._num_runs = 0
         self._reads: Reads | None = None
@@ -268,8 +265,6 @@ class StepRunner:
             pp = model.groups.pp
             actions = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))[pp.rank()]
             verify = self.communicator.verify
-            if self.links is None:  # all ranks have come to the first plan with slices
-                self.links = Links.open(pp, self.timeout, len(model.chunks))
             transfers = Transfers(self.links, lengths, model.config, verify, label)
             late = all(m.replicas for m in micro_batches)
             schedule = partial(run_actions, actions, transfers, reduce_late=late)
@@ -304,6 +299,13 @@ class StepRunner:
         if not forward_only:
             watchdog.first_step_is_over()
         return reports
+
+    @cached_property
+    def links(self) -> Links:
+        """What documents in slices need; made when all ranks have come to the first plan with
+        slices, if it was not set before.
+        """
+        return Links.open(self.model.groups.pp, self.timeout, len(self.model.chunks))
 
     def _open_groups(self, plan: StepPlan) -> None:
         """Opens the groups that this plan is the first to need; all ranks have come to it."""

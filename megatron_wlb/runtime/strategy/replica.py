@@ -66,7 +66,8 @@ class LocalReplica:
         self.model = model
         self._seed = seed
         self.runner = runner
-        runner.links = groups.links
+        if groups.links is not None:
+            runner.links = groups.links
         self.groups = groups
         with groups.current():
             self.held: list[Held] = held_pieces(model, model.config.num_layers, group_of)
