@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan.sharding.shard import Sharding
-from megatron_wlb.plan.strategy.layout import Replica, Strategy
+from megatron_wlb.plan.strategy.layout import Strategy
 from megatron_wlb.plan.targets import Runs, checked, weight_of
 from megatron_wlb.reading import MAX_COUNT, MAX_SIZE, shown
 
@@ -203,15 +203,6 @@ class MicroBatchPlan:
         return sum(span.num_targets for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """What one replica of a strategy does in a step: its layout and ranks, and what it runs."""
-
-    replica: Replica
-    micro_batches: tuple[MicroBatchPlan, ...]
-    """In running order; none where the replica only takes part in the exchange of parameters."""
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer step, over all data-parallel ranks. Every rank computes the same one."""
@@ -241,13 +232,6 @@ class StepPlan:
                 f"its strategy {self.strategy} has {len(self.strategy.replicas)}; give a list to "
                 "each, empty where one rests"
             )
-
-    @property
-    def replica_plans(self) -> tuple[ReplicaPlan, ...]:
-        """What each replica of the ``strategy`` runs; empty without one."""
-        replicas = self.strategy.replicas if self.strategy else ()
-        pairs = zip(replicas, self.micro_batches, strict=bool(replicas))
-        return tuple(ReplicaPlan(replica, own) for replica, own in pairs)
 
     def alone(self, number: int) -> StepPlan:
         """What the ``number``-th replica of the ``strategy`` runs, as if it were all."""

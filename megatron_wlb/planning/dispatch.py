@@ -69,8 +69,8 @@ class StepDocuments:
         self._us: dict[int, tuple[ReplicaCosts, Floats, Floats]] = {}
 
     def us(self, costs: ReplicaCosts) -> Floats:
-        """T(l, P): ``[B]``, each on the pipeline rank where it takes longest; infinite for
-        documents that are too long.
+        """T(l, P): ``[B]``, each on the pipeline rank where it takes longest, with its share of
+        filling; infinite for documents that are too long.
         """
         return self._times(costs)[0]
 
@@ -81,7 +81,7 @@ class StepDocuments:
     def _times(self, costs: ReplicaCosts) -> tuple[Floats, Floats]:
         if id(costs) not in self._us:
             by_rank = costs.rank_us(self.sizes)
-            slowest = by_rank.max(axis=0)
+            slowest = by_rank.max(axis=0) * (1 + costs.filling)
             slowest[: self.first(costs)] = math.inf
             self._us[id(costs)] = costs, slowest, by_rank
         return self._us[id(costs)][1:]
@@ -105,8 +105,10 @@ def lower_bound_us(step: StepDocuments, candidate: Candidate) -> float:
         size = costs.scheme.num_ranks
         num += size * len(members)
         own_us, first = step.rank_us(costs), step.first(costs)
-        if not first:
-            alone_us = min(alone_us, costs.alone_us(own_us[:, 0]))
+        if not first:  # Whole, it passes one stage after another, forward and backward.
+            longest_us = own_us[:, 0]
+            least = longest_us.max() if costs.scheme.sliced else longest_us.sum()
+            alone_us = min(alone_us, float(least))
         busiest = own_us[own_us.sum(axis=1).argmax()]
         least_us[first:] = np.minimum(least_us[first:], size * busiest[first:])
         later = groups[number + 1 :]

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from megatron_wlb.cost import AnalyticModel, Cost, MemoryModel
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
 from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
@@ -231,16 +232,17 @@ def propose(
     pool += map(space.candidate, _rounded_strategies(space, lengths))
     num_tried, few = len(pool), max(1, len(documents) // 4)
     able = np.array([candidate.strategy.max_tokens >= longest for candidate in pool])
-    is_equal = able & (np.arange(num_tried) < num_equal)
-    table = _simulated(pool, documents[:few], num_equal, progress)
+    equal = np.arange(num_tried) < num_equal
+    is_equal = able & equal
+    table = _simulated(pool, documents[:few], equal, progress)
     # Beside the best equal layout, not alone: few strategies take the longest documents.
     alone = np.where(is_equal, table.sum(axis=1), math.inf)
     beside = np.minimum(table, table[alone.argmin()]).sum(axis=1)
     likely = {*np.argsort(beside, kind="stable")[:MOST_SIMULATED].tolist()}
     likely |= {n for n in np.argsort(alone, kind="stable")[:MOST_EQUAL].tolist() if is_equal[n]}
-    kept_pool = sorted(likely, key=lambda n: (not is_equal[n], n))
+    kept_pool = sorted(likely)
     pool, able, is_equal = [pool[n] for n in kept_pool], able[kept_pool], is_equal[kept_pool]
-    rest = _simulated(pool, documents[few:], int(is_equal.sum()), progress)
+    rest = _simulated(pool, documents[few:], is_equal, progress)
     table = np.concatenate([table[kept_pool], rest], axis=1)
     best_equal = int(np.where(is_equal, table.sum(axis=1), math.inf).argmin())
     kept = [int(np.where(able, table.sum(axis=1), math.inf).argmin())]
@@ -258,24 +260,27 @@ def propose(
 def _simulated(
     pool: Sequence[Candidate],
     steps: Sequence[StepDocuments],
-    num_first: int,
+    always: npt.NDArray[np.bool_],
     progress: Callable[[int, int], object],
 ) -> npt.NDArray[np.float64]:
     """``[candidates, steps]``: times of steps; infinite where a candidate does not take them.
 
-    Those behind the first are told by their bounds where these are above the best time before.
+    But for those that ``always`` are simulated, it is their bound where that is above the best time
+    before.
     """
     table = np.full((len(pool), len(steps)), math.inf)
+    best_us = [math.inf] * len(steps)
     for number, candidate in enumerate(pool):
         for at, step in enumerate(steps):
             if step.longest > candidate.strategy.max_tokens:
                 continue
-            bound_us = lower_bound_us(step, candidate) + candidate.fixed_us
-            table[number, at] = bound_us
-            if number < num_first or bound_us < table[:number, at].min():
+            us = lower_bound_us(step, candidate) + candidate.fixed_us
+            if always[number] or us < best_us[at]:
                 found = assign(step, candidate)
                 assert found is not None
-                table[number, at] = found.step_us
+                us = found.step_us
+                best_us[at] = min(us, best_us[at])
+            table[number, at] = us
         progress(number + 1, len(pool))
     return table
 
@@ -307,7 +312,7 @@ def relaxed(
     # [schemes, 1 + E]: ranks · µs of all documents up to each edge.
     work = np.array(
         [
-            [0.0, *np.cumsum(counts * costs.rank_us(values.tolist()).max(axis=0))[at_edges - 1]]
+            [0.0, *np.cumsum(counts * _work_us(costs, values))[at_edges - 1]]
             for costs in priced
         ]
     ) * sizes[:, None]  # fmt: skip
@@ -345,6 +350,12 @@ def relaxed(
             n -= own
         found.append([Share(priced[scheme], num) for scheme, num in shares.items()])
     return found
+
+
+def _work_us(costs: ReplicaCosts, lengths: npt.NDArray[np.int64]) -> Floats:
+    """T(l, P) of documents, where nothing but slices' filling is waited for."""
+    us: Floats = costs.rank_us(lengths.tolist()).max(axis=0) * (1 + costs.filling)
+    return us
 
 
 def _edges(priced: Sequence[ReplicaCosts], lengths: npt.NDArray[np.int64]) -> list[int]:

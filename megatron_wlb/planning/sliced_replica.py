@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from megatron_wlb.cost import AnalyticModel, Cost, CostModel, MemoryModel
-from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.table import ProfiledCost
 from megatron_wlb.plan import Document, Span
 from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
@@ -42,9 +41,9 @@ class SlicedCosts(ReplicaCosts):
     mean.
     """
 
-    cost: CostModel | None = None
+    cost: CostModel = field(kw_only=True)
     """The time of documents in the whole model, by which they are cut."""
-    limit_bytes: float = 0.0
+    limit_bytes: float = field(kw_only=True)
     """What a device's tensors may take."""
 
     @property
@@ -52,18 +51,18 @@ class SlicedCosts(ReplicaCosts):
         """0: no document stalls the others."""
         return 0.0
 
-    def rank_us(self, lengths: Sequence[int]) -> Floats:
-        """Adds a document's share of filling and draining a pipeline of most units."""
-        scheme = self.scheme
-        share = (scheme.pp_size - 1) / (scheme.vpp_size * UNITS * scheme.pp_size)
-        return super().rank_us(lengths) * (1 + share)
+    @property
+    def filling(self) -> float:
+        """That of a step with most units."""
+        return (self.scheme.pp_size - 1) / (self.scheme.vpp_size * self.most_units)
 
-    def alone_us(self, rank_us: Floats) -> float:
-        return float(rank_us.max())
+    @property
+    def most_units(self) -> int:
+        return UNITS * self.scheme.pp_size
 
     @cached_property
     def slicer(self) -> Slicer:
-        assert self.cost is not None and self.memory is not None
+        assert self.memory is not None
         multiple, layout = self.scheme.length_multiple, self.scheme.parallelism
         execution = self.memory.execution
         recomputes = execution.recompute.granularity is None and execution.recomputes
@@ -74,7 +73,7 @@ class SlicedCosts(ReplicaCosts):
             num_micro_batches=1,
             max_tokens=self.max_tokens,
             length_multiple=multiple,
-            num_units=UNITS * layout.pp_size,
+            num_units=self.most_units,
             multiple=slice_multiple(self.max_tokens),
             merges=False,
             memory=MemoryLimit(self.memory, self.limit_bytes, multiple, False, recomputes),
@@ -104,10 +103,10 @@ class SlicedCosts(ReplicaCosts):
 
     def _lay(self, lengths: tuple[int, ...]) -> Units:
         documents = [Document(0, n, 0, own, True, 0, n, 0) for n, own in enumerate(lengths)]
-        pp_size, num_tokens = self.scheme.pp_size, sum(lengths)
-        shortest = max(1, min(self.least_tokens, self.max_tokens // (FEWEST_UNITS * pp_size)))
-        number = max(1, min(UNITS * pp_size, num_tokens // shortest))
-        return self.slicer.alone(documents, number)
+        longest = self.max_tokens // (FEWEST_UNITS * self.scheme.pp_size)
+        shortest = max(1, min(self.least_tokens, longest))
+        number = min(self.most_units, sum(lengths) // shortest)
+        return self.slicer.alone(documents, max(1, number))
 
     def step_us(self, lengths: Sequence[int], pull_us: float, push_us: float) -> float:
         """Simulated time of documents of these lengths, with what is waited for of the exchange."""
@@ -141,7 +140,7 @@ def sliced_costs(
     def taking(max_tokens: int) -> SlicedCosts:
         return SlicedCosts(
             replace(scheme, sliced=True), max_tokens, whole.costs, whole.least_tokens, memory,
-            whole.group_size, cost, limit_bytes,
+            cost=cost, limit_bytes=limit_bytes,
         )  # fmt: skip
 
     high = -(-longest // multiple) * multiple

@@ -17,7 +17,7 @@ from megatron_wlb.cost.cost_files import read_costs
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.plan.sharding import Selector
-from megatron_wlb.plan.strategy.layout import Scheme, Strategy, read_strategies
+from megatron_wlb.plan.strategy.layout import Layout, Scheme, Strategy, read_strategies
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.assign import Assigner, StrategyPlanner
 from megatron_wlb.planning.dispatch import Candidate
@@ -146,11 +146,11 @@ class StrategyRun:
         else:
             sizes = {r.scheme.tp_size for s in strategies for r in s.replicas}
         config = _with_vocabulary(config, math.lcm(*sizes))
-        shape, cost = model_shape(config, padded_vocab_size(config, corpora.vocab_size)), config.wlb
+        shape = model_shape(config, padded_vocab_size(config, corpora.vocab_size))
+        folder, extrapolate = config.wlb.wlb_cost, config.wlb.wlb_cost_extrapolate
         measured = None
-        if cost.wlb_cost != "analytic":
-            extrapolate = cost.wlb_cost_extrapolate
-            measured = read_costs(cost.wlb_cost, "--wlb-cost", shape, extrapolate=extrapolate)
+        if folder != "analytic":
+            measured = read_costs(folder, "--wlb-cost", shape, extrapolate=extrapolate)
         space = StrategySpace(
             shape,
             Execution(recompute=recompute(config), bf16=config.training.bf16),
@@ -192,6 +192,11 @@ class StrategyRun:
         return tuple(candidate.strategy for candidate in self.candidates)
 
     @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of all replicas, each once; the first is that of the first strategy's first one."""
+        return tuple(dict.fromkeys(r.layout for s in self.strategies for r in s.replicas))
+
+    @cached_property
     def assigner(self) -> Assigner:
         return Assigner(self.candidates)
 
@@ -218,7 +223,7 @@ class StrategyRun:
     def selectors(self) -> dict[Scheme, Selector]:
         """What chooses how replicas with context parallelism divide micro-batches, by scheme."""
         found = {}
-        for scheme in dict.fromkeys(r.scheme for s in self.strategies for r in s.replicas):
+        for scheme in dict.fromkeys(scheme for scheme, _ in self.layouts):
             own = self.replica_config(scheme)
             run = run_of(own, self.padded_vocab_size, 1)
             selector = cp_selector(own, run, own.data.seq_length)

@@ -107,7 +107,7 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     from megatron_wlb.runtime.stepping.step import StepRunner
     from megatron_wlb.runtime.strategy.groups import GroupOpener
     from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica, parameters_of
-    from megatron_wlb.runtime.strategy.runner import StrategyRunner, layout_of
+    from megatron_wlb.runtime.strategy.runner import StrategyRunner
     from megatron_wlb.runtime.strategy.store import groups_of
     from megatron_wlb.runtime.trainer import distributed
 
@@ -115,17 +115,18 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     corpora = corpora_of(workload)
     run = StrategyRun.of(config, corpora, dist.get_world_size())
     config, opener, opened = run.config, GroupOpener(), {}
-    for replica in (r for s in run.strategies for r in s.replicas):
-        groups = opener.replica(replica, *run.expert_sizes(replica.scheme))
-        if groups is None or layout_of(replica) in opened:
+    for layout in run.layouts:
+        scheme, ranks = layout
+        groups = opener.replica(scheme, ranks, *run.expert_sizes(scheme))
+        if groups is None:
             continue
-        own = run.replica_config(replica.scheme)
+        own = run.replica_config(scheme)
         with groups.current():
             distributed.seed(own)
             model = build_model(own, run.vocab_size, _kernel, wrapped=False)
             runner = StepRunner.of(own, model, corpora, "cpu")
             runner.verify_plan_interval = 0
-        opened[layout_of(replica)] = model, runner, groups
+        opened[layout] = model, runner, groups
     models = [model for model, _, _ in opened.values()]
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     options = optimizer_config(config, dtype)

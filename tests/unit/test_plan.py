@@ -129,10 +129,9 @@ def test_strategy_is_part_of_a_plan_and_of_its_digest():
     texts = "tp4:4k+2*tp2:1k", "tp4:8k+2*tp2:1k", "tp4:4k+tp2:1k+tp1:1k", "cp4:4k+2*tp2:1k"
     plans = [replace(plan, strategy=Strategy.parse(text, cluster)) for text in texts]
     assert len({p.digest for p in [plan, *plans]}) == len(plans) + 1
-    first, second, rests = plans[0].replica_plans
-    assert first.replica.ranks == (0, 1, 2, 3) and second.micro_batches[0].length == SHORT.length
-    assert rests.micro_batches == () and rests.replica.ranks == (6, 7)
-    assert plan.replica_plans == () and [m.index for m in plans[0]] == [0, 1]
+    second, rests = (plans[0].alone(number) for number in (1, 2))
+    assert second.micro_batches[0][0].length == SHORT.length and rests.micro_batches == ((),)
+    assert second.strategy is None and [m.index for m in plans[0]] == [0, 1]
     with pytest.raises(PlanError, match=r"of 1 replicas, but its strategy .* has 3"):
         step_plan([micro_batch(0)], strategy=plans[0].strategy)
 

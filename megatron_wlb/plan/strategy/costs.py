@@ -39,12 +39,6 @@ class ReplicaCosts:
     group_size: int | None = None
     """Micro-batches that a chunk runs one after another, with virtual stages; PP if not given."""
 
-    def alone_us(self, rank_us: Floats) -> float:
-        """The least that a document takes, of which each pipeline rank has ``rank_us`` ``[PP]``: it
-        passes all stages, forward and backward.
-        """
-        return float(rank_us.sum())
-
     @property
     def kind(self) -> tuple[Scheme, int]:
         return self.scheme, self.max_tokens
@@ -59,6 +53,11 @@ class ReplicaCosts:
     def warm_up(self) -> float:
         """How often the longest document counts besides the sum: (PP - 1) / VPP."""
         return (self.scheme.pp_size - 1) / self.scheme.vpp_size
+
+    @property
+    def filling(self) -> float:
+        """What filling and draining the pipeline takes besides, as a share of all documents."""
+        return 0.0
 
     def rank_us(self, lengths: Sequence[int]) -> Floats:
         """Forward plus backward of documents on each pipeline rank, ``[PP, documents]``, without

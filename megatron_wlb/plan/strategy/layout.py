@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
@@ -131,6 +131,10 @@ class Scheme:
         return cls(**given, sliced=sizes != text)
 
 
+Layout: TypeAlias = tuple[Scheme, tuple[int, ...]]
+"""A scheme, and the ranks that it is divided over."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One model replica of a step."""
@@ -141,9 +145,10 @@ class Replica:
     ranks: tuple[int, ...]
     """Global ranks ``[PP][CP][TP]``, the last index innermost."""
 
-    def stage(self, rank: int) -> int:
-        """The pipeline rank of a global rank of its."""
-        return self.ranks.index(rank) // (self.scheme.tp_size * self.scheme.cp_size)
+    @property
+    def layout(self) -> Layout:
+        """What its models depend on."""
+        return self.scheme, self.ranks
 
     @property
     def kind(self) -> tuple[Scheme, int]:
@@ -250,12 +255,6 @@ class Strategy:
     def key(self) -> str:
         """All that ranks must agree on: the text, and the cluster that it is placed on."""
         return f"{self}/{self.cluster.num_devices}/{self.cluster.devices_per_node}"
-
-    @cached_property
-    def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks that run no replica; they store their part of the parameters all the same."""
-        busy = {rank for replica in self.replicas for rank in replica.ranks}
-        return tuple(rank for rank in range(self.cluster.num_devices) if rank not in busy)
 
     @cached_property
     def max_tokens(self) -> int:

@@ -40,10 +40,6 @@ class Exchange:
     push: Floats
     """``[R, R]``: gradients from a rank to a rank."""
 
-    @property
-    def moved_bytes(self) -> float:
-        return float(self.pull.sum() + self.push.sum())
-
 
 @dataclass(frozen=True)
 class ExchangeTimes:

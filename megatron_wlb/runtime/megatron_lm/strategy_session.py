@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.strategy.layout import Scheme
+from megatron_wlb.plan.strategy.layout import Layout, Scheme
 from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.kernels import (
@@ -51,7 +51,7 @@ from megatron_wlb.runtime.strategy import shard_files
 from megatron_wlb.runtime.strategy.groups import GroupOpener, ReplicaGroups
 from megatron_wlb.runtime.strategy.pieces import GroupOf
 from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica, parameters_of
-from megatron_wlb.runtime.strategy.runner import Layout, StrategyRunner, layout_of
+from megatron_wlb.runtime.strategy.runner import StrategyRunner
 from megatron_wlb.runtime.strategy.store import groups_of
 
 logger = logging.getLogger(__name__)
@@ -122,22 +122,19 @@ class StrategySession(Session):
         self._hosts.compare("at the start", {"strategies": known})
         self._choose(self.config.wlb.wlb_attention_kernel)
         opener = GroupOpener(self._timeout)
-        replicas = [replica for strategy in self.run.strategies for replica in strategy.replicas]
         shapes: dict[Layout, list[torch.Size]] = {}
-        for replica in replicas:
-            groups, layout = (
-                opener.replica(replica, *self.run.expert_sizes(replica.scheme)),
-                layout_of(replica),
-            )
-            if groups is None or layout in self._built:
+        for layout in self.run.layouts:
+            scheme, ranks = layout
+            groups = opener.replica(scheme, ranks, *self.run.expert_sizes(scheme))
+            if groups is None:
                 continue
-            with groups.current(), self._laid_out(replica.scheme):
+            with groups.current(), self._laid_out(scheme):
                 self._seed()
                 model = of_chunks(original(provider, model_type, wrap_with_ddp=False))
-            require_layers(self.run.replica_config(replica.scheme), model)
-            self._built[layout] = _Built(replica.scheme, model, groups)
+            require_layers(self.run.replica_config(scheme), model)
+            self._built[layout] = _Built(scheme, model, groups)
             parameters = parameters_of(model)
-            if layout == layout_of(replicas[0]):
+            if layout == self.run.layouts[0]:
                 self._first = [parameter.detach().clone() for parameter in parameters]
             # Its memory is that of all layouts: at a time there are the weights of one.
             shapes[layout] = [parameter.shape for parameter in parameters]
@@ -187,7 +184,7 @@ class StrategySession(Session):
             self.args.num_layers,
             self.config.wlb.wlb_verify_plan_interval,
         )
-        first = layout_of(self.run.strategies[0].replicas[0])
+        first = self.run.layouts[0]
         if first in self._built:
             pairs = zip(parameters_of(self._built[first].model), self._first, strict=True)
             for parameter, values in pairs:

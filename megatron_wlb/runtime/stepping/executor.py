@@ -65,16 +65,11 @@ class Links:
         size = len(ranks)
         if size == 1:
             return cls(rank, ranks, {})
-        more = list(given) or [
+        backward, *around = given or [
             open_group(ranks, timeout, like=pp_group) for _ in range(cls.num_more(size, num_chunks))
         ]
-        backward, *around = more
         groups = {("F", False): pp_group, ("B", False): backward}
-        groups |= (
-            {("F", True): around[0], ("B", True): around[1]}
-            if around
-            else {(kind, True): groups[kind, False] for kind in "FB"}
-        )
+        groups |= zip((("F", True), ("B", True)), around or (pp_group, backward), strict=True)
         # NCCL connects two ranks at their first message, and blocks both hosts until then. A
         # receive is posted before the pass that its sender may still wait for.
         token = torch.zeros(1, device=torch.cuda.current_device())

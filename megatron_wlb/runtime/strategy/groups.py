@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.plan.strategy.layout import Replica, Scheme
+from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.runtime.stepping.executor import Links
 
 _ALONE = "DATA_PARALLEL_GROUP"
@@ -70,21 +70,15 @@ class GroupOpener:
     def __init__(self, timeout: datetime.timedelta | None = None) -> None:
         self._timeout = timeout
         self._known: dict[tuple[int, ...], Any] = {}
-        self._replicas: dict[tuple[Scheme, tuple[int, ...]], ReplicaGroups | None] = {}
 
-    def replica(self, replica: Replica, ep_size: int, etp_size: int) -> ReplicaGroups | None:
+    def replica(
+        self, scheme: Scheme, ranks: tuple[int, ...], ep_size: int, etp_size: int
+    ) -> ReplicaGroups | None:
         """Opens the groups of a replica, whose experts are divided over ``ep_size`` ranks and each
         over ``etp_size``; None on ranks that are not in it.
         """
-        layout = replica.scheme, replica.ranks
-        if layout not in self._replicas:
-            self._replicas[layout] = self._opened(replica, ep_size, etp_size)
-        return self._replicas[layout]
-
-    def _opened(self, replica: Replica, ep_size: int, etp_size: int) -> ReplicaGroups | None:
-        scheme = replica.scheme
         # [PP, CP, TP]
-        grid = np.array(replica.ranks).reshape(scheme.pp_size, scheme.cp_size, scheme.tp_size)
+        grid = np.array(ranks).reshape(scheme.pp_size, scheme.cp_size, scheme.tp_size)
         stages, inner = np.arange(scheme.pp_size), grid[0].size
         own: dict[str, Any] = dict.fromkeys(_ALONE.split(), self._mine(grid.reshape(-1, 1)))
         own |= dict.fromkeys(_TP.split(), self._mine(grid.reshape(-1, scheme.tp_size)))
@@ -114,7 +108,7 @@ class GroupOpener:
         more = [self._mine(pipelines, anew=True) for _ in range(num_more)]
         own["EMBEDDING_GROUP"] = self._mine(pipelines[:, np.unique(stages[[0, -1]])])
         own["POSITION_EMBEDDING_GROUP"] = self._mine(pipelines[:, :1])
-        if dist.get_rank() not in replica.ranks:
+        if dist.get_rank() not in ranks:
             return None
         values = dict(own)
         values |= {name: dist.get_process_group_ranks(own[g]) for name, g in _RANKS.items()}

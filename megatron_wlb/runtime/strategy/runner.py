@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.strategy.layout import Replica, Strategy
+from megatron_wlb.plan.strategy.layout import Layout, Strategy
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
@@ -21,13 +21,6 @@ from megatron_wlb.runtime.strategy.pieces import Piece, whole_pieces
 from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
 from megatron_wlb.runtime.strategy.routes import Pull, Push, Routes
 from megatron_wlb.runtime.strategy.store import Store
-
-Layout = tuple[object, tuple[int, ...]]
-"""Scheme and ranks: what models depend on."""
-
-
-def layout_of(replica: Replica) -> Layout:
-    return replica.scheme, replica.ranks
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class StrategyRunner:
             users = used[strategy.key] = [[] for _ in range(world)]
             for replica in strategy.replicas:
                 for user in replica.ranks:
-                    users[user] = known[user][layout_of(replica)]
+                    users[user] = known[user][replica.layout]
         self.buckets.place([*used.values()])
         self.store = Store(self.buckets, arena.gradients.device)
         self._links = {}
@@ -85,7 +78,7 @@ class StrategyRunner:
             own: tuple[int | None, LocalReplica | None] = None, None
             for number, replica in enumerate(strategy.replicas):
                 if rank in replica.ranks:
-                    own = number, replicas[layout_of(replica)]
+                    own = number, replicas[replica.layout]
             adding = [[piece for piece in pieces if piece.adds] for pieces in users]
             self._links[strategy.key] = _Links(
                 *own,

@@ -263,15 +263,14 @@ def test_planner_makes_plans_with_strategies_and_resumes() -> None:
     assert other is not None and other.digest == following.digest
     for step, plan in enumerate(plans):
         assert plan is not None and plan.strategy is not None and plan.step == step
-        assert len(plan.replica_plans) == len(plan.strategy.replicas)
         numbers = [m.index for own in plan.micro_batches for m in own]
         assert numbers == list(range(len(numbers)))
-        for own in plan.replica_plans:
-            multiple = own.replica.scheme.length_multiple
-            assert all(m.padded_length % multiple == 0 for m in own.micro_batches)
-            kind = "per-document" if own.replica.scheme.cp_size > 1 else "per-sequence"
-            assert {m.sharding.kind for m in own.micro_batches} == {kind}
-            assert all(m.padded_length <= own.replica.max_tokens for m in own.micro_batches)
+        for replica, own in zip(plan.strategy.replicas, plan.micro_batches, strict=True):
+            multiple = replica.scheme.length_multiple
+            assert all(m.padded_length % multiple == 0 for m in own)
+            kind = "per-document" if replica.scheme.cp_size > 1 else "per-sequence"
+            assert {m.sharding.kind for m in own} == {kind}
+            assert all(m.padded_length <= replica.max_tokens for m in own)
 
 
 def test_planning_512_documents_with_10_candidates_is_fast() -> None:

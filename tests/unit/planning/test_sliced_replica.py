@@ -118,7 +118,7 @@ def test_every_token_runs_once_in_the_time_told(scheme: Scheme, seed: int) -> No
 
     line = StrategySimulator(candidate.costs).step(plan)
     assert line.propagation_us == pytest.approx(max(found.replica_us), rel=PADDING)
-    assert lower_bound_us(StepDocuments(lengths), candidate) <= 1.01 * found.step_us
+    assert lower_bound_us(StepDocuments(lengths), candidate) <= found.step_us
 
 
 def test_slices_do_not_let_the_longest_document_stall_the_others() -> None:
@@ -142,7 +142,7 @@ def test_proposal_cuts_documents_where_whole_ones_have_no_room() -> None:
     found = propose(replace(SPACE, schemes=schemes, longest=longest), steps)
     first, *_ = found.candidates
     assert any(replica.scheme.sliced for replica in first.strategy.replicas)
-    assert str(first.strategy) in {str(Strategy.parse(str(first.strategy), SPACE.cluster))}
+    assert Strategy.parse(str(first.strategy), SPACE.cluster) == first.strategy
 
 
 def test_no_more_than_memory_holds_is_asked_for() -> None:

@@ -55,10 +55,10 @@ def simulate(plan: StepPlan, pull_us: float, push_us: float, *, overlap: bool) -
 def test_step_takes_what_its_slowest_replica_takes() -> None:
     assert MIXED.strategy is not None
     line = StrategySimulator(COSTS).step(MIXED)
-    for own, replica in zip(line.replicas, MIXED.replica_plans, strict=True):
-        kind = replica.replica.kind
-        alone = Simulator(COSTS[kind].costs, kind[0].parallelism)
-        lengths = [[m.lengths for m in replica.micro_batches]]
+    replicas = MIXED.strategy.replicas
+    for own, replica, ran in zip(line.replicas, replicas, MIXED.micro_batches, strict=True):
+        alone = Simulator(COSTS[replica.kind].costs, replica.scheme.parallelism)
+        lengths = [[m.lengths for m in ran]]
         assert own is not None and own.pipeline_us == alone.step(lengths).pipeline_us
     assert line.step_us == line.propagation_us == max(o.pipeline_us for o in line.replicas if o)
 
@@ -147,10 +147,8 @@ def test_memory_holds_what_replicas_are_given() -> None:
     memory = COSTS[kind].memory
     assert memory is not None
     simulator = Simulator(COSTS[kind].costs, kind[0].parallelism, memory=memory)
-    replicas = plan("tp2pp2", "tp2pp2", lengths=lengths).replica_plans
-    peaks = [
-        simulator.step([[m.lengths for m in own.micro_batches]]).peak_bytes for own in replicas
-    ]
+    replicas = plan("tp2pp2", "tp2pp2", lengths=lengths).micro_batches
+    peaks = [simulator.step([[m.lengths for m in own]]).peak_bytes for own in replicas]
     assert 0.97 * 4 * GIB < max(peaks) <= 4 * GIB
     longer = kind[1] + 2 * kind[0].length_multiple
     assert max(memory.peak_bytes(rank, [longer] * 3) for rank in range(2)) > 4 * GIB
