@@ -203,6 +203,21 @@ class MicroBatchPlan:
         return sum(span.num_targets for span in self.spans)
 
 
+class Units(NamedTuple):
+    """What one replica runs in a step, before it is planned: whole documents, or slices."""
+
+    spans: Sequence[Sequence[Span]]
+    """``[micro-batches][spans]``, in the order of their forward passes."""
+    replicas: Sequence[tuple[int, ...]] = ()
+    """``[micro-batches]``: see :attr:`MicroBatchPlan.replicas`; of slices."""
+    chains: Sequence[int] = ()
+    """See :attr:`StepPlan.chains`."""
+    recomputed: Sequence[int] = ()
+    """``[micro-batches]``: see :attr:`MicroBatchPlan.recomputed`; none are if not given."""
+    divided: bool = False
+    """:attr:`MicroBatchPlan.divided` of all slices."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer step, over all data-parallel ranks. Every rank computes the same one."""

@@ -21,16 +21,16 @@ Legend: ``B`` documents, in descending order of length; ``V`` micro-batches of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
-from typing import Any
+from itertools import count, repeat
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.errors import CheckpointError, PackingError
-from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan, Units
 from megatron_wlb.plan.sharding.select import Selector
 from megatron_wlb.plan.strategy.costs import ReplicaCosts
 from megatron_wlb.plan.strategy.layout import Scheme
@@ -442,55 +442,56 @@ def step_plan(
     selectors: Mapping[Scheme, Selector] | None = None,
 ) -> StepPlan:
     """The plan of a step that runs these documents as assigned."""
-    ranks: list[tuple[MicroBatchPlan, ...]] = []
-    chains: list[tuple[int, ...]] = []
-    index = 0
-    for replica, bins in zip(chosen.candidate.strategy.replicas, chosen.micro_batches, strict=True):
-        costs = chosen.candidate.costs[replica.kind]
-        given = [[documents[n] for n in one] for one in bins]
-        if isinstance(costs, SlicedCosts) and given:
-            units = costs.units([document for one in given for document in one])
-            again, divided = units.recomputed, units.divided
-            own = micro_batches(units.spans, costs, index, again, divided=divided)
-            chains.append(tuple(units.chains))
-        else:
-            spans = [[Span(document, 0, document.length) for document in one] for one in given]
-            own = micro_batches(spans, costs, index)
-            chains.append(())
-        index += len(own)
-        selector = (selectors or {}).get(replica.scheme)
-        if selector is not None:
-            found = selector.choose_each([m.lengths for m in own])
-            own = [replace(m, sharding=one.sharding) for m, one in zip(own, found, strict=True)]
-        ranks.append(tuple(own))
-    strategy, all_chains = chosen.candidate.strategy, tuple(chains) if any(chains) else ()
-    return StepPlan(step, "strategies", tuple(ranks), 0, 0, all_chains, strategy)
+    candidate = chosen.candidate
+    strategy = candidate.strategy
+    given = []
+    for replica, bins in zip(strategy.replicas, chosen.micro_batches, strict=True):
+        costs = candidate.costs[replica.kind]
+        given.append((costs.units([[documents[n] for n in one] for one in bins]), costs))
+    ranks, chains = laid_out(given)
+    found = [(selectors or {}).get(replica.scheme) for replica in strategy.replicas]
+    ranks = tuple(map(_sharded, ranks, found))
+    return StepPlan(step, "strategies", ranks, 0, 0, chains, strategy)
 
 
-def micro_batches(
-    given: Sequence[Sequence[Span]],
-    costs: ReplicaCosts,
-    first: int,
-    recomputed: Sequence[int] = (),
-    *,
-    divided: bool = False,
-) -> list[MicroBatchPlan]:
-    """Micro-batches of a replica, ``[micro-batches][spans]``, numbered from ``first`` on; some
-    ``recomputed``, and their slices with keys and values ``divided`` or not.
+Ranks: TypeAlias = tuple[tuple[MicroBatchPlan, ...], ...]
+
+
+def laid_out(
+    replicas: Iterable[tuple[Units, ReplicaCosts]],
+) -> tuple[Ranks, tuple[tuple[int, ...], ...]]:
+    """The micro-batches of each replica, numbered on, and its chains; no chains where no replica
+    has any.
     """
-    lengths = [[span.length for span in spans] for spans in given]
-    prefixes = [[span.start for span in spans] for spans in given]
-    times_us = costs.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
-    multiple, again = costs.scheme.length_multiple, recomputed or [0] * len(given)
-    rows = zip(given, lengths, times_us.tolist(), again, strict=True)
-    return [
-        MicroBatchPlan(
-            index,
-            tuple(spans),
-            max(1, -(-sum(own) // multiple)) * multiple,
-            us,
-            recomputed=each,
-            divided=divided and bool(spans) and spans[0].is_slice,
+    ranks: list[tuple[MicroBatchPlan, ...]] = []
+    chains, numbers = [], count()
+    for units, costs in replicas:
+        lengths = [[span.length for span in spans] for spans in units.spans]
+        prefixes = [[span.start for span in spans] for spans in units.spans]
+        times_us = costs.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
+        multiple, again = costs.scheme.length_multiple, units.recomputed or [0] * len(lengths)
+        rows = zip(units.spans, lengths, times_us.tolist(), again, strict=True)
+        own = (
+            MicroBatchPlan(
+                next(numbers),
+                tuple(spans),
+                max(1, -(-sum(tokens) // multiple)) * multiple,
+                us,
+                recomputed=each,
+                divided=units.divided and bool(spans) and spans[0].is_slice,
+            )
+            for spans, tokens, us, each in rows
         )
-        for index, (spans, own, us, each) in enumerate(rows, start=first)
-    ]
+        ranks.append(tuple(own))
+        chains.append(tuple(units.chains))
+    return tuple(ranks), tuple(chains) if any(chains) else ()
+
+
+def _sharded(
+    own: tuple[MicroBatchPlan, ...], selector: Selector | None
+) -> tuple[MicroBatchPlan, ...]:
+    """The same, with the sharding that is chosen over context-parallel ranks."""
+    if selector is None:
+        return own
+    found = selector.choose_each([m.lengths for m in own])
+    return tuple(replace(m, sharding=one.sharding) for m, one in zip(own, found, strict=True))

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan, Units
 from megatron_wlb.plan.sharding.select import Prediction, Selector
 from megatron_wlb.planning.packing import Packer
 from megatron_wlb.planning.packing.base import MOST_STEPS_AHEAD
@@ -88,22 +88,6 @@ class Slicing(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Units(NamedTuple):
-    """What one data-parallel rank runs in a step of slices."""
-
-    spans: list[list[Span]]
-    """``[micro-batches][spans]``, in the order of their forward passes."""
-    replicas: list[tuple[int, ...]]
-    """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.replicas`."""
-    chains: list[int]
-    """See :attr:`megatron_wlb.plan.StepPlan.chains`."""
-    recomputed: Sequence[int] = ()
-    """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.recomputed`; none are if not
-    given."""
-    divided: bool = False
-    """:attr:`megatron_wlb.plan.MicroBatchPlan.divided` of all slices."""
 
 
 def each_rank(num_micro_batches: int, dp_size: int) -> int:

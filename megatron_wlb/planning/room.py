@@ -22,8 +22,8 @@ from megatron_wlb.cost.document import LEAST_US
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import Action, sliced
 from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
-from megatron_wlb.plan import Span
-from megatron_wlb.planning.planner import Units, merged_multiple
+from megatron_wlb.plan import Span, Units
+from megatron_wlb.planning.planner import merged_multiple
 
 MOST_ROUNDS = 4
 """Rounds in which more is recomputed. Within one, what working memory a pass has is taken to stay

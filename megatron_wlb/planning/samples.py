@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapreplace
-from itertools import chain, islice
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -21,12 +20,12 @@ from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.plan import Document, Span, StepPlan
+from megatron_wlb.plan import Document, Span, StepPlan, Units
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.strategy.costs import LEAST_TOKENS, ReplicaCosts
 from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
 from megatron_wlb.plan.targets import Runs
-from megatron_wlb.planning.assign import bins_of, micro_batches, pack, replica_us
+from megatron_wlb.planning.assign import bins_of, laid_out, pack, replica_us
 from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.numbers import NumberChooser
 from megatron_wlb.planning.room import MemoryLimit
@@ -127,10 +126,10 @@ def plan_samples(
             "num_micro_batches or max_tokens"
         )
     _, best = min(fitting, key=itemgetter(0))
-    samples = [whole(sample(*one)) for one in enumerate(lengths)]
+    samples = [sample(*one) for one in enumerate(lengths)]
     order = step.order.tolist()
     ranks = [[[samples[order[n]] for n in own] for own in rank] for rank in best]
-    return plan_of("samples", ranks, replica)
+    return plan_of("samples", [replica.units(rank) for rank in ranks], replica)
 
 
 def slice_samples(
@@ -172,29 +171,13 @@ def slice_samples(
                 f"{memory.limit_bytes / GIB:g} GiB; use more TP, CP or PP, lower max_tokens, or "
                 "give a step fewer long samples"
             )
-    chains = tuple(tuple(own.chains) for own in units)
-    again = [own.recomputed or [0] * len(own.spans) for own in units]
-    divided = any(own.divided for own in units)
-    return plan_of("slim", [own.spans for own in units], replica, chains, again, divided)
+    return plan_of("slim", units, replica)
 
 
-def plan_of(
-    packing: str,
-    ranks: Sequence[Sequence[Sequence[Span]]],
-    replica: ReplicaCosts,
-    chains: tuple[tuple[int, ...], ...] = (),
-    recomputed: Sequence[Sequence[int]] | None = None,
-    divided: bool = False,
-) -> StepPlan:
-    """The plan of a step that runs ``[dp_size][micro-batches][spans]``, some ``recomputed``, and
-    their slices with keys and values ``divided`` or not.
-    """
-    every = [spans for rank in ranks for spans in rank]
-    again = [] if recomputed is None else list(chain.from_iterable(recomputed))
-    planned = iter(micro_batches(every, replica, 0, again, divided=divided))
-    return StepPlan(
-        0, packing, tuple(tuple(islice(planned, len(rank))) for rank in ranks), 0, 0, chains
-    )
+def plan_of(packing: str, units: Sequence[Units], replica: ReplicaCosts) -> StepPlan:
+    """The plan of a step in which each data-parallel rank runs such units."""
+    ranks, chains = laid_out([(own, replica) for own in units])
+    return StepPlan(0, packing, ranks, 0, 0, chains)
 
 
 def replica_of(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
@@ -296,10 +279,6 @@ def _together(
         ranks[rank] += members[group]
         heapreplace(loads, (load_us + sums_us[group], rank))
     return list(map(sorted, ranks))
-
-
-def whole(document: Document) -> Span:
-    return Span(document, 0, document.length)
 
 
 def sample(number: int, length: int) -> Document:

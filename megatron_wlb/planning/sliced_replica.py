@@ -16,9 +16,8 @@ import numpy as np
 
 from megatron_wlb.cost import AnalyticModel, Cost, CostModel, MemoryModel
 from megatron_wlb.cost.table import ProfiledCost
-from megatron_wlb.plan import Document, Span
+from megatron_wlb.plan import Document, Span, Units
 from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
-from megatron_wlb.planning.planner import Units
 from megatron_wlb.planning.room import MemoryLimit, worst_steps
 from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer, slice_multiple
 
@@ -53,7 +52,7 @@ class SlicedCosts(ReplicaCosts):
 
     @property
     def filling(self) -> float:
-        """That of a step with most units."""
+        """As in a step with most units."""
         return (self.scheme.pp_size - 1) / (self.scheme.vpp_size * self.most_units)
 
     @property
@@ -85,8 +84,11 @@ class SlicedCosts(ReplicaCosts):
         """Whether memory holds slices of the longest documents."""
         return self.slicer.peak_bytes <= self.limit_bytes
 
-    def units(self, documents: Sequence[Document]) -> Units:
-        """The units that such a replica runs of documents."""
+    def units(self, given: Sequence[Sequence[Document]]) -> Units:
+        """Cuts the documents, however they are ``given``."""
+        documents = [document for one in given for document in one]
+        if not documents:
+            return Units([])
         units = self._laid(tuple(document.length for document in documents))
         spans = [
             [Span(documents[document.number], start, stop) for document, start, stop in own]

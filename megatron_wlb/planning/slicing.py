@@ -39,8 +39,8 @@ from megatron_wlb.cost.schedule.graph import Floats, slice_graph
 from megatron_wlb.cost.slices import LAYERS
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import Document, Span
-from megatron_wlb.planning.planner import Units, merged_multiple
+from megatron_wlb.plan import Document, Span, Units
+from megatron_wlb.planning.planner import merged_multiple
 from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
 

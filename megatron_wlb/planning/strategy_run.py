@@ -193,7 +193,7 @@ class StrategyRun:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """Of all replicas, each once; the first is that of the first strategy's first one."""
+        """Each replica's, once; the first is that of the first strategy's first one."""
         return tuple(dict.fromkeys(r.layout for s in self.strategies for r in s.replicas))
 
     @cached_property

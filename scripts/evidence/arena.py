@@ -55,7 +55,8 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
-from megatron_wlb.plan import Span, StepPlan
+from megatron_wlb.plan import StepPlan, Units
+from megatron_wlb.plan.strategy.costs import ReplicaCosts
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.samples import (
     plan_of,
@@ -63,7 +64,6 @@ from megatron_wlb.planning.samples import (
     replica_of,
     sample,
     slice_samples,
-    whole,
 )
 from megatron_wlb.simulator.step import Simulator
 
@@ -179,7 +179,7 @@ def steps_of(
                 for name, planner in planners[kernel_us].items():
                     if name in known:
                         given, seconds = known[name]
-                        plan = plan_of(name, spans(given, lengths), replica)
+                        plan = plan_of(name, units_of(given, lengths, replica), replica)
                     else:
                         start_s = time.process_time()
                         made = planner(lengths)
@@ -189,7 +189,7 @@ def steps_of(
                         else:
                             check(name, made, lengths)
                             known[name] = made, seconds
-                            plan = plan_of(name, spans(made, lengths), replica)
+                            plan = plan_of(name, units_of(made, lengths, replica), replica)
                     step_us = simulator.step(plan, with_memory=False).step_us
                     peak = max(one.peak_bytes for one in simulator.plan_memory(plan))
                     tokens = [m.length for m in plan]
@@ -202,8 +202,10 @@ def steps_of(
     return found
 
 
-def spans(schedule: Schedule, lengths: Sequence[int]) -> list[list[list[Span]]]:
-    return [[[whole(sample(n, lengths[n])) for n in one] for one in rank] for rank in schedule]
+def units_of(schedule: Schedule, lengths: Sequence[int], replica: ReplicaCosts) -> list[Units]:
+    return [
+        replica.units([[sample(n, lengths[n]) for n in one] for one in rank]) for rank in schedule
+    ]
 
 
 def mean(ratios: Iterable[float]) -> float:

@@ -14,6 +14,7 @@ from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.cost.table import ProfiledCost
+from megatron_wlb.plan import Document, Span, Units
 from megatron_wlb.plan.strategy.layout import Scheme
 
 LEAST_TOKENS = 1024
@@ -53,6 +54,10 @@ class ReplicaCosts:
     def warm_up(self) -> float:
         """How often the longest document counts besides the sum: (PP - 1) / VPP."""
         return (self.scheme.pp_size - 1) / self.scheme.vpp_size
+
+    def units(self, given: Sequence[Sequence[Document]]) -> Units:
+        """What it runs of documents that are ``given`` in micro-batches."""
+        return Units([[Span(document, 0, document.length) for document in one] for one in given])
 
     @property
     def filling(self) -> float:

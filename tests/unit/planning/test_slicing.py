@@ -17,10 +17,10 @@ from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.plan import Document, Span, StepPlan
+from megatron_wlb.plan import Document, Span, StepPlan, Units
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
-from megatron_wlb.planning.planner import Planner, Units
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.planning.slicing import STEPS_A_SWEEP, TOLERANCE, Slicer
 from megatron_wlb.simulator.step import Simulator

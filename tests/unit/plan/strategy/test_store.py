@@ -21,7 +21,7 @@ def needed_by(strategy: Strategy, rank: int) -> dict[int, tuple[int, int]]:
     for replica in strategy.replicas:
         if rank in replica.ranks:
             scheme, place = replica.scheme, replica.ranks.index(rank)
-            stage = replica.ranks.index(rank) // (scheme.tp_size * scheme.cp_size)
+            stage = place // (scheme.tp_size * scheme.cp_size)
             layers = STORE._layers(scheme.pp_size, scheme.vpp_size, stage)
             own = place % scheme.tp_size, scheme.tp_size
             return {bucket: part(STORE.buckets[bucket], *own) for bucket in layers}
