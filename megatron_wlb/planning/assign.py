@@ -194,7 +194,7 @@ def _sliced(
 
 def _least_us(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int]) -> float:
     """Less than any packing takes: the busiest rank's work, where nothing waits."""
-    work_us = step.rank_us(costs)[:, documents].sum(axis=1).max()
+    work_us = step.least_us(costs)[:, documents].sum(axis=1).max()
     return float(work_us) + costs.micro_batch_us * (not costs.warm_up)
 
 

@@ -66,7 +66,7 @@ class StepDocuments:
         self.lengths = given[self.order]
         self.sizes: list[int] = self.lengths.tolist()
         self.longest = self.sizes[0] if self.sizes else 0
-        self._us: dict[int, tuple[ReplicaCosts, Floats, Floats]] = {}
+        self._us: dict[int, tuple[ReplicaCosts, Floats, Floats, Floats]] = {}
 
     def us(self, costs: ReplicaCosts) -> Floats:
         """T(l, P): ``[B]``, each on the pipeline rank where it takes longest, with its share of
@@ -78,12 +78,18 @@ class StepDocuments:
         """``[PP, B]``: on each pipeline rank."""
         return self._times(costs)[1]
 
-    def _times(self, costs: ReplicaCosts) -> tuple[Floats, Floats]:
+    def least_us(self, costs: ReplicaCosts) -> Floats:
+        """``[PP, B]``: what each takes on each pipeline rank at least, whatever runs with it."""
+        return self._times(costs)[2]
+
+    def _times(self, costs: ReplicaCosts) -> tuple[Floats, Floats, Floats]:
         if id(costs) not in self._us:
             by_rank = costs.rank_us(self.sizes)
             slowest = by_rank.max(axis=0) * (1 + costs.filling)
             slowest[: self.first(costs)] = math.inf
-            self._us[id(costs)] = costs, slowest, by_rank
+            launched = bool(costs.costs.stages.launches_us)
+            least_us = costs.rank_us(self.sizes, least=True) if launched else by_rank
+            self._us[id(costs)] = costs, slowest, by_rank, least_us
         return self._us[id(costs)][1:]
 
     def first(self, costs: ReplicaCosts) -> int:
@@ -104,7 +110,7 @@ def lower_bound_us(step: StepDocuments, candidate: Candidate) -> float:
     for number, (costs, members) in enumerate(groups):
         size = costs.scheme.num_ranks
         num += size * len(members)
-        own_us, first = step.rank_us(costs), step.first(costs)
+        own_us, first = step.least_us(costs), step.first(costs)
         if not first:  # Whole, it passes one stage after another, forward and backward.
             longest_us = own_us[:, 0]
             least = longest_us.max() if costs.scheme.sliced else longest_us.sum()

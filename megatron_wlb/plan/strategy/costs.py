@@ -64,11 +64,13 @@ class ReplicaCosts:
         """What filling and draining the pipeline takes besides, as a share of all documents."""
         return 0.0
 
-    def rank_us(self, lengths: Sequence[int]) -> Floats:
+    def rank_us(self, lengths: Sequence[int], *, least: bool = False) -> Floats:
         """Forward plus backward of documents on each pipeline rank, ``[PP, documents]``, without
-        what every micro-batch costs.
+        what every micro-batch costs; each as if it were launched alone, or the ``least`` that it
+        takes among others.
         """
-        times_us = self.costs.stages.times_us([*([length] for length in lengths), []]).sum(axis=0)
+        stages = replace(self.costs.stages, launches_us=()) if least else self.costs.stages
+        times_us = stages.times_us([*([length] for length in lengths), []]).sum(axis=0)
         by_rank = times_us.reshape(self.scheme.vpp_size, self.scheme.pp_size, -1).sum(axis=0)
         result: Floats = by_rank[:, :-1] - by_rank[:, -1:]
         return result

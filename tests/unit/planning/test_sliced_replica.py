@@ -16,7 +16,7 @@ from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.plan.strategy.layout import Scheme, Strategy
 from megatron_wlb.planning.assign import Assignment, assign, step_plan
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments, lower_bound_us
-from megatron_wlb.planning.propose import StrategySpace, propose
+from megatron_wlb.planning.propose import StrategySpace, _rounded_strategies, _simulated, propose
 from megatron_wlb.planning.room import unit_of
 from megatron_wlb.planning.sliced_replica import SlicedCosts
 from megatron_wlb.simulator.replica_steps import StrategySimulator
@@ -143,6 +143,53 @@ def test_proposal_cuts_documents_where_whole_ones_have_no_room() -> None:
     first, *_ = found.candidates
     assert any(replica.scheme.sliced for replica in first.strategy.replicas)
     assert Strategy.parse(str(first.strategy), SPACE.cluster) == first.strategy
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_documents_are_dispatched_by_about_what_their_slices_take(scheme: Scheme) -> None:
+    """Where nothing is recomputed; the longest document is a quarter of the step, and its units of
+    unlike work.
+    """
+    costs = replace(SPACE, memory_gib=60.0, longest=65536).price(scheme)
+    step = StepDocuments(drawn(1, 4 * costs.max_tokens, costs.max_tokens))
+    assert isinstance(costs, SlicedCosts)
+    took_us = costs.step_us(step.sizes, 0.0, 0.0)
+    assert 0.94 * took_us < float(step.us(costs).sum()) < took_us
+    waits_us = (
+        costs.step_us(step.sizes, *exchange) - took_us for exchange in ((0.9, 1e6), (1e6, 0.9))
+    )
+    assert all(0.9e6 - took_us / 4 < us < 1e6 + 1 for us in waits_us), "a unit hides some of it"
+
+
+def test_strategies_of_whole_documents_are_proposed_beside_those_with_slices() -> None:
+    whole = replace(SPACE, schemes=(Scheme(), Scheme(2), Scheme(8)))
+    reach = max(tokens for _, tokens in whole.costs)
+    lengths = np.sort(np.array(drawn(2, 8 * reach, reach)))
+    cut = replace(whole, schemes=(*(whole.schemes or ()), *SCHEMES), longest=reach)
+    both = {str(one) for one in _rounded_strategies(cut, lengths)}
+    alone = {str(one) for one in _rounded_strategies(whole, lengths)}
+    assert alone and alone < both
+
+
+def test_strategies_that_cannot_be_fastest_are_not_simulated_and_the_fastest_are() -> None:
+    space = replace(SPACE, schemes=tuple(Scheme(tp) for tp in (1, 2, 4)))
+    of = {str(scheme): (scheme, tokens) for scheme, tokens in space.costs}
+    equal = [space.equal(costs) for costs in space.costs.values()]
+    unlike = "tp4 tp2 tp2", "tp4 tp1 tp1 tp1 tp1", "tp2 tp2 tp2 tp1 tp1", "tp4"
+    pool = equal + [
+        space.candidate(Strategy.of(space.cluster, [of[name] for name in names.split()]))
+        for names in unlike
+    ]
+    # Many short documents take the host longer than the devices.
+    others = [[700] * 60, [700] * 480, [6000] * 20, [6000] * 60]
+    steps = [StepDocuments([of["tp4"][1], *own]) for own in others]
+    every = _simulated(pool, steps, np.full(len(pool), True), lambda *_: None)
+    first = np.arange(len(pool)) < len(equal)
+    found = _simulated(pool, steps, first, lambda *_: None)
+    assert (found[first] == every[first]).all() and (found <= every).all()
+    assert (found.min(axis=0) == every.min(axis=0)).all() and (found < every).any()
+    fastest = every[~first].min(axis=0) < every[first].min(axis=0)
+    assert fastest.any() and not fastest.all(), "the others, and not always"
 
 
 def test_no_more_than_memory_holds_is_asked_for() -> None:
