@@ -5,6 +5,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gloo import GlooPool, RankError, RankTimeoutError
+from helpers.layouts import Differences, Layout
 
 HANG_S = 60.0  # far over any limit here: a case that ends sooner did not wait for it
 
@@ -33,6 +35,12 @@ class UnpicklableError(Exception):
 
 def process_id() -> int:
     return os.getpid()
+
+
+def num_listeners() -> int:
+    """The threads of gloo that this process has."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
 
 
 def weighted_rank(weight: int, offset: int) -> tuple[int, int]:
@@ -204,6 +212,15 @@ def test_case_finds_no_model_parallel_groups_of_the_case_before(gloo: GlooPool) 
     assert gloo.run(4, leave_model_parallel_behind, 2) == [0, 1, 0, 1]
     # Megatron refuses to initialise groups twice.
     assert gloo.run(4, leave_model_parallel_behind, 4) == [0, 1, 2, 3]
+
+
+def test_groups_of_a_model_end_with_their_case(gloo: GlooPool, wrong: Differences) -> None:
+    """Each has a thread that looks for messages all the time."""
+    one = gloo.run(2, num_listeners)
+    assert one[0] > 0
+    extra = "--use-distributed-optimizer --overlap-grad-reduce"
+    assert wrong(Layout("gpt2", 5, dp=2, extra=extra)) == []
+    assert max(gloo.run(2, num_listeners)) <= max(one)  # names come a moment after threads
 
 
 def test_case_receives_nothing_of_the_case_before(gloo: GlooPool) -> None:

@@ -3,7 +3,9 @@
 Importing Megatron costs 4 s and 350 MB a process. So a fork server imports it once, under the CPU
 emulation, and the *world* of a case is forked from it in a tenth of a second and kept for the
 next case. A case finds new process groups (25 ms for 2 ranks, 100 ms for 8), so nothing of the
-case before can be received in it; module globals that a case changes do stay changed.
+case before can be received in it; module globals that a case changes do stay changed. Groups end
+with their case: each has a thread that looks for messages a hundred times a second, and some
+hundred of them took all cores.
 """
 
 from __future__ import annotations
@@ -163,7 +165,11 @@ class _World:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # it died: noticed when it does not answer
                 pipe.send((self._num_cases, sys.path, timeout_s, request))
-        return self._collect(name, timeout_s)
+        results = self._collect(name, timeout_s)
+        for pipe in self._pipes:  # All ranks have answered, so nobody needs the groups any more.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
+        return results
 
     def kill(self) -> None:
         for process in self._processes:
@@ -259,7 +265,10 @@ def _serve(pipe: Connection, rank: int, size: int, directory: str) -> None:
         faulthandler.enable(stacks)
         pipe.send_bytes(_answer(rank, size, _warm_up))
         while True:
-            case, path, timeout_s, request = pipe.recv()
+            if (given := pipe.recv()) is None:
+                _end_groups()
+                continue
+            case, path, timeout_s, request = given
             sys.path[:] = path  # where the parent's tests come from
             stacks.truncate(0)
             faulthandler.dump_traceback_later(timeout_s, file=stacks)
@@ -277,15 +286,29 @@ def _warm_up() -> None:
     gc.freeze()  # what is imported, which no collection need look at
 
 
-def _run_case(rank: int, size: int, rendezvous: str, request: bytes) -> Any:
+def _end_groups() -> None:
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
 
-    # All ranks have answered the case before, so nobody needs its groups any more.
     parallel_state.destroy_model_parallel()
+    for name, value in [*vars(parallel_state).items()]:
+        if isinstance(value, dist.ProcessGroup):  # that it does not forget
+            setattr(parallel_state, name, None)
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # what holds a group in a cycle, whose thread would look for messages for ever
+    for one in gc.get_objects():  # Hooks on gradients hold what they belong to, unseen by gc.
+        if isinstance(one, DistributedDataParallel):
+            vars(one).clear()
+        elif isinstance(one, torch.Tensor) and one._post_accumulate_grad_hooks:
+            one._post_accumulate_grad_hooks.clear()
+    gc.collect()  # What holds a group in a cycle.
+
+
+def _run_case(rank: int, size: int, rendezvous: str, request: bytes) -> Any:
+    import torch.distributed as dist
+
     store = dist.FileStore(rendezvous, size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     function, args = pickle.loads(request)
