@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -79,11 +79,26 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
     return mib / 1024
 
 
-def _columns(actions: Sequence[Action]) -> tuple[npt.NDArray[np.int64], ...]:
+Integers: TypeAlias = npt.NDArray[np.int64]
+Columns: TypeAlias = tuple[Integers, ...]
+
+
+def columns_of(actions: Sequence[Action]) -> Columns:
     """Whether each action is a backward, its chunk and its micro-batch."""
     backward = np.array([action.kind == "B" for action in actions], dtype=np.int64)
     chunks = np.array([action.chunk for action in actions], dtype=np.int64)
     return backward, chunks, np.array([action.micro_batch for action in actions], dtype=np.int64)
+
+
+def around(rows: Floats, in_transit: Floats) -> tuple[Floats, Floats]:
+    """The most alive while each action runs, and what is kept after it, ``[actions]`` each.
+
+    ``rows`` ``[actions, 3]`` are what the actions let go of, their own peaks and what they keep.
+    """
+    let_go, peaks, keeps = rows.T
+    # An action's peak contains what it keeps itself, and not what it lets go of.
+    kept = np.cumsum(np.stack([-let_go, keeps], axis=1)).reshape(-1, 2)
+    return kept[:, 0] + in_transit + peaks, kept[:, 1]
 
 
 class ActivationBytes(NamedTuple):
@@ -368,20 +383,31 @@ class MemoryModel(Executed):
 
         ``actions`` are the rank's in :func:`megatron_wlb.cost.schedule.order.sliced`.
         """
-        return self._uses(pp_rank, actions, units, self._sent_ahead_bytes(pp_rank, actions, units))
-
-    def kept_bytes(self, pp_rank: int, units: Sequence[Unit]) -> Floats:
-        """What units' forwards keep of their own, slices' buffers too, ``[units, chunks]``."""
-        tables = [self._known(tape, "F", units) for tape in self._tapes[pp_rank]]
-        return np.array([[table[unit][2] for table in tables] for unit in units])
+        sent_ahead = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
+        return self._uses(pp_rank, actions, units, sent_ahead.tolist())
 
     def peak_bytes_of(
         self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
     ) -> float:
         """The most bytes alive in a step of :meth:`program_bytes`, its update included."""
         uses = self.program_bytes(pp_rank, actions, units)
-        activations = max((use.peak for use in uses), default=0.0)
+        return self.alive_bytes(pp_rank, max((use.peak for use in uses), default=0.0))
+
+    def alive_bytes(self, pp_rank: int, activations: float) -> float:
+        """The most bytes alive in a step whose activations take so many, its update included."""
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
+
+    def tapes(self, pp_rank: int) -> list[Tape]:
+        """The tapes of a rank's chunks; equal chunks share one."""
+        return self._tapes[pp_rank]
+
+    def unit_bytes(self, tape: Tape, kind: str, units: Sequence[Unit]) -> Floats:
+        """What forwards ("F") or backwards of units let go of, their own peaks and what they keep,
+        slices' buffers too: ``[units, 3]``.
+        """
+        known = self._known(tape, kind, units)
+        rows = np.fromiter(chain.from_iterable(known[unit] for unit in units), np.float64)
+        return rows.reshape(-1, 3)
 
     def _uses(
         self,
@@ -391,18 +417,13 @@ class MemoryModel(Executed):
         in_transit: Sequence[float],
     ) -> list[ActivationBytes]:
         tapes = self._tapes[pp_rank]
-        tables: dict[tuple[str, int], Floats] = {}  # equal chunks share one
-        for kind, tape in product("FB", {id(tape): tape for tape in tapes}.values()):
-            known = self._known(tape, kind, units)
-            rows = np.fromiter(chain.from_iterable(known[unit] for unit in units), np.float64)
-            tables[kind, id(tape)] = rows.reshape(-1, 3)
-        every = np.array([[tables[kind, id(tape)] for tape in tapes] for kind in "FB"])
-        is_backward, chunks, numbers = _columns(actions)
-        let_go, peaks, keeps = every[is_backward, chunks, numbers].T
-        # An action's peak contains what it keeps itself, and not what it lets go of.
-        kept = np.cumsum(np.stack([-let_go, keeps], axis=1)).reshape(-1, 2)
-        peaks = kept[:, 0] + np.array(in_transit) + peaks
-        return list(map(ActivationBytes, peaks.tolist(), kept[:, 1].tolist()))
+        tables = {
+            (kind, id(tape)): self.unit_bytes(tape, kind, units)
+            for kind, tape in product("FB", {id(tape): tape for tape in tapes}.values())
+        }
+        table = np.array([[tables[kind, id(tape)] for tape in tapes] for kind in "FB"])
+        peaks, kept = around(table[columns_of(actions)], np.array(in_transit))
+        return list(map(ActivationBytes, peaks.tolist(), kept.tolist()))
 
     def learn(self, units: Iterable[Unit]) -> None:
         """Works out what units take, of all pipelines of a step in much less time than of each."""
@@ -448,30 +469,28 @@ class MemoryModel(Executed):
             known |= zip(cut, map(tuple, table.T.tolist()), strict=True)
         return known
 
-    def _sent_ahead_bytes(
-        self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
-    ) -> list[float]:
-        """Bytes on the way while each action of a program runs.
+    def sent_ahead_bytes(self, pp_rank: int, columns: Columns, units: Sequence[Unit]) -> Floats:
+        """Bytes on the way while each action of a program runs, ``[actions]``.
 
         The inputs that arrive for the next forward and the next backward, and what the last action
         sends.
         """
         p = self.parallelism
         per_token = self.element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
-        backward, chunks, numbers = _columns(actions)
+        backward, chunks, numbers = columns
         moved = per_token * np.array([unit.num_tokens for unit in units])[numbers]
         # The first stage receives no activations, and sends no gradients; the last one likewise.
         first, last = (pp_rank == at for at in (0, p.pp_size - 1))
         at_first, at_last = first & (chunks == 0), last & (chunks == p.vpp_size - 1)
         comes = np.where(np.where(backward, at_last, at_first), 0.0, moved)
         goes = np.where(np.where(backward, at_first, at_last), 0.0, moved)
-        result = np.zeros(len(actions))
+        result = np.zeros(len(numbers))
         for kind in (0, 1):  # the next one of each kind arrives
             of_kind = np.flatnonzero(backward == kind)
-            following = np.searchsorted(of_kind, np.arange(len(actions)), side="right")
+            following = np.searchsorted(of_kind, np.arange(len(numbers)), side="right")
             result += np.append(comes[of_kind], 0.0)[following]
         result[1:] += goes[:-1]
-        return list(result.tolist())
+        return result
 
     def _in_transit_bytes(
         self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]

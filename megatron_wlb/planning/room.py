@@ -12,15 +12,18 @@ too many, for the time that it takes: slices of many tokens that are kept long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_wlb.cost import MemoryModel, Parallelism
 from megatron_wlb.cost.document import LEAST_US
+from megatron_wlb.cost.memory import Columns, Integers, columns_of
+from megatron_wlb.cost.program import Program
 from megatron_wlb.cost.schedule.graph import Floats
-from megatron_wlb.cost.schedule.order import Action, sliced
+from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
 from megatron_wlb.plan import Span, Units
 from megatron_wlb.planning.planner import merged_multiple
@@ -69,10 +72,12 @@ class MemoryLimit(NamedTuple):
 
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""
-        held = self._held(units, units.recomputed or [0] * len(units.spans))
+        none = np.zeros(len(units.spans), dtype=np.int64)
+        held = self._held(units, units.recomputed or none.tolist())
+        program = self._program(units, layout, {0: held})
         return max(
-            self.model.peak_bytes_of(rank, actions, held)
-            for rank, actions in enumerate(_orders(units, layout))
+            self.model.alive_bytes(rank, float(program.peaks(rank, none).max(initial=0.0)))
+            for rank in range(layout.pp_size)
         )
 
     def recomputed(
@@ -83,60 +88,57 @@ class MemoryLimit(NamedTuple):
         ``prices_us`` ``[3, units]`` are what that takes, by :attr:`.Unit.recomputed`. Where a step
         does not fit with all of it, all that helps is.
         """
-        again = [*given]
-        orders = _orders(units, layout)
+        again = np.array(given, dtype=np.int64)
         # Megatron cannot recompute MLPs with biases.
         kinds = [0, LAYERS] if self.model.shape.linear_bias else [0, MLPS, LAYERS]
-        helds = {kind: self._held(units, [kind] * len(again)) for kind in kinds}
-        seen = [-1] * len(orders)  # how much was recomputed when a rank was looked at
+        plain = self._held(units, [0] * len(again))
+        helds = {kind: [Unit(*one[:3], kind, one.divided) for one in plain] for kind in kinds}
+        program = self._program(units, layout, helds)
+        seen = [-1] * layout.pp_size  # how much was recomputed when a rank was looked at
         for _ in range(MOST_ROUNDS):
-            before = sum(again)
-            for rank, actions in enumerate(orders):
-                if seen[rank] == sum(again):
+            before = again.sum()
+            for rank in range(layout.pp_size):
+                if seen[rank] == again.sum():
                     continue
-                seen[rank] = sum(again)
-                held = [helds[kind][at] for at, kind in enumerate(again)]
-                uses = self.model.program_bytes(rank, actions, held)
+                seen[rank] = again.sum()
                 left = self.limit_bytes - self.model.state_bytes(rank).total
-                peaks = np.array([use.peak for use in uses])
-                if peaks.max(initial=0.0) > left:
-                    kept = self.model.kept_bytes(rank, helds[0])
-                    saved = np.zeros((LAYERS + 1, *kept.shape))
-                    for kind in kinds[1:]:
-                        own = kept - self.model.kept_bytes(rank, helds[kind])
-                        saved[kind] = np.maximum(own, 0.0)
-                    _choose(actions, peaks - left, saved, prices_us, again)
-            if sum(again) == before:
+                excess = program.peaks(rank, again) - left
+                if excess.max(initial=0.0) > 0:
+                    _choose(program, rank, excess, prices_us, again)
+            if again.sum() == before:
                 break
-        return again
+        return [*again.tolist()]
+
+    def _program(
+        self, units: Units, layout: Parallelism, helds: Mapping[int, Sequence[Unit]]
+    ) -> Program:
+        columns = _columns(layout.pp_size, tuple(units.chains), layout.vpp_size)
+        return Program(self.model, columns, helds)
 
     def _held(self, units: Units, again: Sequence[int]) -> list[Unit]:
         held = []
         for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
             multiple = merged_multiple(self.multiple, len(ranks))
             multiples = max(1, -(-sum(span.length for span in spans) // multiple))
-            unit = unit_of(spans, multiples * multiple // (len(ranks) or 1))
-            cut = units.divided and unit.slice is not None
-            held.append(unit._replace(ranks=ranks, recomputed=recomputed, divided=cut))
+            num_tokens, cut = unit_of(spans, multiples * multiple // (len(ranks) or 1))[:2]
+            divided = units.divided and cut is not None
+            held.append(Unit(num_tokens, cut, ranks, recomputed, divided))
         return held
 
 
-def _orders(units: Units, layout: Parallelism) -> Sequence[Sequence[Action]]:
-    return sliced(layout.pp_size, units.chains, layout.vpp_size)
+@lru_cache(maxsize=8)
+def _columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Sequence[Columns]:
+    """The columns of each rank's actions; those of a step are asked for several times."""
+    return [*map(columns_of, sliced(pp_size, chains, vpp_size))]
 
 
 def _choose(
-    actions: Sequence[Action], excess: Floats, saved: Floats, prices_us: Floats, again: list[int]
+    program: Program, rank: int, excess: Floats, prices_us: Floats, again: Integers
 ) -> None:
     """Sets ``again`` of units until a rank's ``excess`` ``[actions]`` is nowhere above 0, or
     nothing helps.
-
-    ``saved`` ``[3, units, chunks]`` are the bytes that units do not keep, by what is recomputed.
     """
-    begins, ends = (np.zeros(saved.shape[1:], dtype=np.int64) for _ in range(2))
-    for at, action in enumerate(actions):
-        side = begins if action.kind == "F" else ends
-        side[action.micro_batch, action.chunk] = at
+    (begins, ends), saved = program.passes(rank), program.saved(rank)
     units = np.arange(len(again))
     more = saved - saved[again, units]
     prices_us = np.maximum(prices_us - prices_us[again, units], LEAST_US)

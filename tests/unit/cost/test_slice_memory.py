@@ -12,6 +12,7 @@ import pytest
 from _quickstart.recording import chained
 
 from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.memory import columns_of
 from megatron_wlb.cost.schedule.order import Action, sliced
 from megatron_wlb.cost.slices import Unit
 
@@ -96,7 +97,7 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
     actions = sliced(1, (4,))[0]
     before = 0.0
     uses = memory.program_bytes(0, actions, units)
-    in_transit = memory._sent_ahead_bytes(0, actions, units)
+    in_transit = memory.sent_ahead_bytes(0, columns_of(actions), units)
     for action, use, transit in zip(actions, uses, in_transit, strict=True):
         unit = units[action.micro_batch]
         expected = by_layers(memory, action.kind, unit)

@@ -1,0 +1,73 @@
+"""What activations take around the actions of a step of slices, with what is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_wlb.cost.memory import Columns, Integers, MemoryModel, around
+from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.slices import LAYERS, Unit
+from megatron_wlb.cost.tape import Tape
+
+
+class Program:
+    """The actions of all pipeline ranks, and the bytes of each, whatever is recomputed.
+
+    What is asked for several times is worked out once, and for all ranks whose chunks are equal.
+
+    Args:
+        model: of the ranks' memory.
+        columns: each rank's actions in :func:`megatron_wlb.cost.schedule.order.sliced`.
+        units: the micro-batches, by what is recomputed of them (:attr:`.Unit.recomputed`); 0 among
+            them.
+    """
+
+    def __init__(
+        self, model: MemoryModel, columns: Sequence[Columns], units: Mapping[int, Sequence[Unit]]
+    ) -> None:
+        self._model, self._columns, self._units = model, columns, units
+        self._in_transit = [
+            model.sent_ahead_bytes(rank, own, units[0]) for rank, own in enumerate(columns)
+        ]
+        self._known: dict[tuple[str, int], tuple[Integers, Floats]] = {}
+        """What is recomputed of units, and their bytes then, by pass and tape."""
+        self._kept: dict[int, Floats] = {}
+
+    def peaks(self, rank: int, again: Integers) -> Floats:
+        """The most alive while each of a rank's actions runs, if that is recomputed of units."""
+        tapes = self._model.tapes(rank)
+        table = np.array([[self._rows(kind, tape, again) for tape in tapes] for kind in "FB"])
+        return around(table[self._columns[rank]], self._in_transit[rank])[0]
+
+    def _rows(self, kind: str, tape: Tape, again: Integers) -> Floats:
+        number = len(again)
+        first = np.full(number, -1), np.empty((number, 3))
+        known, rows = self._known.setdefault((kind, id(tape)), first)
+        new = np.flatnonzero(known != again)
+        if len(new):
+            units = [self._units[again[at]][at] for at in new.tolist()]
+            known[new], rows[new] = again[new], self._model.unit_bytes(tape, kind, units)
+        return rows
+
+    def saved(self, rank: int) -> Floats:
+        """Bytes that units do not keep, by what is recomputed, ``[3, units, chunks]``."""
+        kept = np.stack([self._kept_bytes(tape) for tape in self._model.tapes(rank)], axis=-1)
+        return np.maximum(kept[:1] - kept, 0.0)
+
+    def _kept_bytes(self, tape: Tape) -> Floats:
+        if id(tape) not in self._kept:
+            given = [self._units.get(what, self._units[0]) for what in range(LAYERS + 1)]
+            own = [self._model.unit_bytes(tape, "F", units)[:, 2] for units in given]
+            self._kept[id(tape)] = np.array(own)
+        return self._kept[id(tape)]
+
+    def passes(self, rank: int) -> tuple[Integers, Integers]:
+        """Which of a rank's actions are forwards, and which backwards: ``[units, chunks]`` each."""
+        columns = self._columns[rank]
+        shape = 2, len(self._model.tapes(rank)), len(self._units[0])
+        found = np.empty(shape, dtype=np.int64)
+        found[columns] = np.arange(len(columns[0]))
+        forwards, backwards = found.swapaxes(1, 2)
+        return forwards, backwards
