@@ -28,6 +28,7 @@ from megatron_wlb.plan.targets import Runs
 from megatron_wlb.planning.assign import bins_of, laid_out, pack, replica_us
 from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.numbers import NumberChooser
+from megatron_wlb.planning.packing.slim import SlimPacker
 from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer
 
@@ -171,7 +172,7 @@ def slice_samples(
                 f"{memory.limit_bytes / GIB:g} GiB; use more TP, CP or PP, lower max_tokens, or "
                 "give a step fewer long samples"
             )
-    return plan_of("slim", units, replica)
+    return plan_of(SlimPacker.name, units, replica)
 
 
 def plan_of(packing: str, units: Sequence[Units], replica: ReplicaCosts) -> StepPlan:

@@ -152,6 +152,12 @@ def test_package_imports_no_script() -> None:
     assert {module: names for module, names in wrong.items() if names} == {}
 
 
+def test_slices_are_not_asked_for_by_a_packings_name() -> None:
+    named = [module for module, path in MODULES.items() if '"slim"' in path.read_text()]
+    assert "planning.packing.slim" in named
+    assert len(named) <= 4, f"ask the packing for what it needs: {named}"
+
+
 def test_import_rules_speak_of_modules_that_exist() -> None:
     tops = {module.partition(".")[0] for module in MODULES} - {""}
     assert tops == {*LAYERS, *PROGRAMS}
