@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ BILLIONS = {"550m": 0.55, "7b": 6.74, "30b": 30, "70b": 70}
 H100_GIB = load_hardware("h100-sxm").memory_gib
 
 
+@cache
 def forecast_of(name: str, *extra: str) -> Forecast:
     recipe = read_recipe(FOLDER / f"{name}.yaml", {})
     arguments = [*recipe.arguments, *extra]
