@@ -386,13 +386,6 @@ class MemoryModel(Executed):
         sent_ahead = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
         return self._uses(pp_rank, actions, units, sent_ahead.tolist())
 
-    def peak_bytes_of(
-        self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
-    ) -> float:
-        """The most bytes alive in a step of :meth:`program_bytes`, its update included."""
-        uses = self.program_bytes(pp_rank, actions, units)
-        return self.alive_bytes(pp_rank, max((use.peak for use in uses), default=0.0))
-
     def alive_bytes(self, pp_rank: int, activations: float) -> float:
         """The most bytes alive in a step whose activations take so many, its update included."""
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 import pytest
@@ -67,8 +67,10 @@ def peak_gib(costs: SlicedCosts, lengths: list[int]) -> float:
         for m in own
     ]
     orders = enumerate(sliced(scheme.pp_size, chains, scheme.vpp_size))
-    assert costs.memory is not None
-    return max(costs.memory.peak_bytes_of(*order, units) for order in orders) / GIB
+    model = costs.memory
+    assert model is not None
+    peaks = [max(use.peak for use in model.program_bytes(*order, units)) for order in orders]
+    return max(starmap(model.alive_bytes, enumerate(peaks))) / GIB
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
