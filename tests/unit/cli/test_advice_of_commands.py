@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.slowness import slowness
 
 from megatron_wlb.cli import output
 from megatron_wlb.settings.command_line import parse
@@ -90,7 +91,7 @@ def test_one_document_is_answered_soon(command: str, wlb) -> None:
         few = "documents of 2 tokens, and there are 1; lower --window"
         assert few in wlb.refusal(*words, 131072, status=3)
         wlb(*words, 64)
-    assert time.process_time() - start_s < 16  # about one each, where it took minutes or for ever
+    assert time.process_time() - start_s < 16 * slowness()  # about one each; it took minutes
 
 
 def test_fewer_steps_of_few_documents_are_said(wlb) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.slowness import slowness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -286,4 +287,4 @@ def test_planning_512_documents_with_10_candidates_is_fast() -> None:
         start_s = time.process_time()
         assigner.choose(lengths)
         took_s.append(time.process_time() - start_s)
-    assert statistics.median(took_s) < 0.04
+    assert statistics.median(took_s) < 0.04 * slowness()

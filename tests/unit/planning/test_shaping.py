@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.slowness import slowness
 from helpers.strategies import ListStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,7 +143,7 @@ def test_shaping_a_large_step_takes_milliseconds():
         start = time.process_time()
         shaping.shape(ranks)
         times.append(time.process_time() - start)
-    assert min(times) < 0.1  # measured: 0.03; wanted: 0.05
+    assert min(times) < 0.1 * slowness()  # measured: 0.03; wanted: 0.05
 
 
 def test_best_sizes_are_small_at_the_ends_and_about_the_best_of_all():

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from helpers.machines import H100
+from helpers.slowness import slowness
 
 from megatron_wlb.cost import (
     AnalyticModel,
@@ -341,4 +342,4 @@ def test_thousand_steps_of_a_large_pipeline_take_less_than_a_minute():
         assert simulator.step(lengths).peak_bytes > 2 * GIB
         times_s.append(time.process_time() - start_s)
     # The least: what others do on the machine only adds. Measured: 0.016.
-    assert min(times_s) * 1000 < 60
+    assert min(times_s) * 1000 < 60 * slowness()

@@ -2,6 +2,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.slowness import slowness
 from helpers.strategies import reference_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,7 +196,7 @@ def test_choice_for_a_thousand_documents_takes_milliseconds(mode):
         return time.process_time() - began
 
     # 2 to 4 ms on a core that others share; twice that is no measure of the machine but of growth.
-    assert min(seconds() for _ in range(20)) < 0.008
+    assert min(seconds() for _ in range(20)) < 0.008 * slowness()
 
 
 def test_selector_refuses_an_unknown_mode():
