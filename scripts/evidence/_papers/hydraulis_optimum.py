@@ -19,6 +19,7 @@ from ortools.sat.python import cp_model
 
 from _papers.hydraulis import Case, printed_layout, proposed, space_of, steps_of
 from _papers.paper import Effort
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.strategy.costs import ReplicaCosts
 from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.assign import assign, bins_of, pack, replica_us
@@ -289,6 +290,10 @@ class Setting:
         least = 2 if self.layout == "unlike" else 1
         some = [c for c in proposed(self.case, hardware).candidates if len(c.groups) >= least]
         found = [a for c in some if (a := assign(step, c))]
+        if not found:
+            raise ConfigError(
+                f"{self.layout}: none of the strategies for {self.case} takes {step.longest} tokens"
+            )
         return min(found, key=lambda one: one.step_us).candidate
 
 

@@ -22,7 +22,7 @@ SETTINGS = {
     "7B, 16 GPUs, F1, 4*tp2pp2": Setting(Case("7b", 16, "GitHub", "F1"), "Table 3"),
     "7B, 16 GPUs, F1, 2*tp2pp4": Setting(Case("7b", 16, "GitHub", "F1"), "tp2pp4"),
     "13B, 16 GPUs, F3, unlike": Setting(Case("13b", 16, "GitHub", "F3"), "unlike"),
-    "7B, 8 GPUs, F1, unlike": Setting(Case("7b", 8, "CommonCrawl", "F1"), "unlike"),
+    "7B, 8 GPUs, F3, unlike": Setting(Case("7b", 8, "CommonCrawl", "F3"), "unlike"),
 }
 TABLE_2_S = {"ideal dispatching": 40.21, "greedy dispatching": 5.46, "packing": 10.15}
 """Seconds of 10 iterations on 64 GPUs, with 10 processes."""
