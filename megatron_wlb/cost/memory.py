@@ -205,7 +205,7 @@ class MemoryModel(Executed):
 
     def tape(self, pp_rank: int, chunk: int) -> Tape:
         """What one of a rank's chunks keeps and needs, operation by operation."""
-        return self._tapes[pp_rank][chunk]
+        return self.tapes[pp_rank][chunk]
 
     def activation_peak_bytes(self, pp_rank: int, lengths: Sequence[int]) -> float:
         """The most that activations and what works on them take at once in a step.
@@ -248,7 +248,7 @@ class MemoryModel(Executed):
             num_tokens = units * multiple
             fits = np.ones(len(units), dtype=bool)
             peaks: dict[tuple[str, int], Floats] = {}
-            for tapes, own, left in zip(self._tapes, beside, left_bytes, strict=True):
+            for tapes, own, left in zip(self.tapes, beside, left_bytes, strict=True):
                 for (kind, chunk), per_token in own.items():
                     tape = tapes[chunk]
                     if (key := (kind, id(tape))) not in peaks:
@@ -275,7 +275,7 @@ class MemoryModel(Executed):
         """The most bytes a token that are alive beside a forward or backward of each chunk, where
         all micro-batches are as long.
         """
-        saved = [tape.saved_per_token for tape in self._tapes[pp_rank]]
+        saved = [tape.saved_per_token for tape in self.tapes[pp_rank]]
         in_transit = self._in_transit_bytes(pp_rank, actions, [1] * len(actions))
         kept, most = 0.0, dict[tuple[str, int], float]()
         for action, transit_bytes in zip(actions, in_transit, strict=True):
@@ -336,7 +336,7 @@ class MemoryModel(Executed):
         return self.parallelism.stages(self.shape)
 
     @cached_property
-    def _tapes(self) -> list[list[Tape]]:
+    def tapes(self) -> list[list[Tape]]:
         activations = ActivationModel(self.shape, self.execution)
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
@@ -350,8 +350,8 @@ class MemoryModel(Executed):
         """By the tape of a chunk and what is recomputed of a micro-batch, the tape of that."""
         again: dict[tuple[int, int], Tape] = {}
         for what, recompute in _RECOMPUTES.items():
-            tapes = chain(*self.executed(recompute=recompute)._tapes)
-            again |= {(id(own), what): t for own, t in zip(chain(*self._tapes), tapes, strict=True)}
+            tapes = chain(*self.executed(recompute=recompute).tapes)
+            again |= {(id(own), what): t for own, t in zip(chain(*self.tapes), tapes, strict=True)}
         return again
 
     @cached_property
@@ -390,10 +390,6 @@ class MemoryModel(Executed):
         """The most bytes alive in a step whose activations take so many, its update included."""
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
 
-    def tapes(self, pp_rank: int) -> list[Tape]:
-        """The tapes of a rank's chunks; equal chunks share one."""
-        return self._tapes[pp_rank]
-
     def unit_bytes(self, tape: Tape, kind: str, units: Sequence[Unit]) -> Floats:
         """What forwards ("F") or backwards of units let go of, their own peaks and what they keep,
         slices' buffers too: ``[units, 3]``.
@@ -409,7 +405,7 @@ class MemoryModel(Executed):
         units: Sequence[Unit],
         in_transit: Sequence[float],
     ) -> list[ActivationBytes]:
-        tapes = self._tapes[pp_rank]
+        tapes = self.tapes[pp_rank]
         tables = {
             (kind, id(tape)): self.unit_bytes(tape, kind, units)
             for kind, tape in product("FB", {id(tape): tape for tape in tapes}.values())
@@ -421,7 +417,7 @@ class MemoryModel(Executed):
     def learn(self, units: Iterable[Unit]) -> None:
         """Works out what units take, of all pipelines of a step in much less time than of each."""
         units = list(units)
-        for tape in {id(tape): tape for own in self._tapes for tape in own}.values():
+        for tape in {id(tape): tape for own in self.tapes for tape in own}.values():
             for kind in "FB":
                 self._known(tape, kind, units)
 

@@ -37,7 +37,7 @@ class Program:
 
     def peaks(self, rank: int, again: Integers) -> Floats:
         """The most alive while each of a rank's actions runs, if that is recomputed of units."""
-        tapes = self._model.tapes(rank)
+        tapes = self._model.tapes[rank]
         table = np.array([[self._rows(kind, tape, again) for tape in tapes] for kind in "FB"])
         return around(table[self._columns[rank]], self._in_transit[rank])[0]
 
@@ -53,7 +53,7 @@ class Program:
 
     def saved(self, rank: int) -> Floats:
         """Bytes that units do not keep, by what is recomputed, ``[3, units, chunks]``."""
-        kept = np.stack([self._kept_bytes(tape) for tape in self._model.tapes(rank)], axis=-1)
+        kept = np.stack([self._kept_bytes(tape) for tape in self._model.tapes[rank]], axis=-1)
         return np.maximum(kept[:1] - kept, 0.0)
 
     def _kept_bytes(self, tape: Tape) -> Floats:
@@ -66,7 +66,7 @@ class Program:
     def passes(self, rank: int) -> tuple[Integers, Integers]:
         """Which of a rank's actions are forwards, and which backwards: ``[units, chunks]`` each."""
         columns = self._columns[rank]
-        shape = 2, len(self._model.tapes(rank)), len(self._units[0])
+        shape = 2, len(self._model.tapes[rank]), len(self._units[0])
         found = np.empty(shape, dtype=np.int64)
         found[columns] = np.arange(len(columns[0]))
         forwards, backwards = found.swapaxes(1, 2)

@@ -9,12 +9,12 @@ _USUAL_S = 4e-3
 
 
 def slowness() -> float:
-    """How many times as long Python takes as usual, and 1 at least.
+    """How many times as long Python takes as usual: 1 at least, and 4 at most.
 
     Cores that others share are two or three times as slow for minutes.
     """
     best_s = min(_loop_s() for _ in range(5))
-    return max(1.0, best_s / _USUAL_S)
+    return min(4.0, max(1.0, best_s / _USUAL_S))
 
 
 def _loop_s() -> float:

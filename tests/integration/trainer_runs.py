@@ -29,7 +29,7 @@ from helpers import gloo
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
-"""A run here takes seconds: one that takes this long hangs."""
+"""A run here takes seconds, or two minutes on slow cores: one that takes this long hangs."""
 TRAINER = "megatron_wlb.pretrain_gpt"
 
 Flags = dict[str, Any]

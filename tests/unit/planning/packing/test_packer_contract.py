@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from helpers.ledger import Ledger
+from helpers.slowness import slowness
 from helpers.strategies import ListStream, Run, documents, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -358,7 +359,7 @@ def test_packer_takes_time_in_proportion_to_documents(name):
     """About: n log n; quadratic growth would make the large steps 256 times as long, not 16-20.
 
     CPU time, the best of three runs in turn, so that other processes count little; they share
-    caches with this one, so the bound is three times what is seen alone.
+    caches with this one, so bounds are three times what they should be (1 ms for 1,000 documents).
     """
 
     def us_per_document(num_micro_batches: int, num_steps: int) -> float:
@@ -377,4 +378,5 @@ def test_packer_takes_time_in_proportion_to_documents(name):
 
     runs = [(us_per_document(16, 12), us_per_document(256, 3)) for _ in range(3)]
     small, large = map(min, zip(*runs, strict=True))
-    assert large <= 4 * small
+    assert large <= 3 * slowness()
+    assert large <= 3 * small
