@@ -203,10 +203,6 @@ class MemoryModel(Executed):
                     total += weights * (matrix.weight_bytes - self.element_bytes)
         return total
 
-    def tape(self, pp_rank: int, chunk: int) -> Tape:
-        """What one of a rank's chunks keeps and needs, operation by operation."""
-        return self.tapes[pp_rank][chunk]
-
     def activation_peak_bytes(self, pp_rank: int, lengths: Sequence[int]) -> float:
         """The most that activations and what works on them take at once in a step.
 
@@ -337,6 +333,7 @@ class MemoryModel(Executed):
 
     @cached_property
     def tapes(self) -> list[list[Tape]]:
+        """What each chunk of each rank keeps and needs, operation by operation."""
         activations = ActivationModel(self.shape, self.execution)
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)

@@ -225,7 +225,7 @@ def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
                 expert_imbalance=imbalance,
             ),
         )
-        return memory.tape(0, 0).saved_per_token
+        return memory.tapes[0][0].saved_per_token
 
     one = kept(replace(EXPERTS, topk=1))
     copy = kept(replace(EXPERTS, topk=2)) - one
@@ -255,7 +255,7 @@ def test_experts_in_fp8_are_faster_and_keep_less() -> None:
     fast, slow = (model(one).layer(layer_of(one)) for one in (shape, SHAPE))
     assert fast.routed_us < slow.routed_us
     kept, before = (
-        MemoryModel(one, Execution()).tape(0, 0).saved_per_token for one in (shape, SHAPE)
+        MemoryModel(one, Execution()).tapes[0][0].saved_per_token for one in (shape, SHAPE)
     )
     assert kept < before
     memory = MemoryModel(shape, Execution())

@@ -64,10 +64,11 @@ def test_runs_of_one_kind_are_the_plain_model() -> None:
             MemoryModel(PLAIN, Execution(layout)),
         )
         assert ours.state_bytes(rank) == theirs.state_bytes(rank)
-        assert ours.tape(rank, 0) == theirs.tape(rank, 0)
-    assert MemoryModel(UNLIKE, Execution(layout)).tape(0, 0) != MemoryModel(
-        PLAIN, Execution(layout)
-    ).tape(0, 0)
+        assert ours.tapes[rank][0] == theirs.tapes[rank][0]
+    assert (
+        MemoryModel(UNLIKE, Execution(layout)).tapes[0][0]
+        != MemoryModel(PLAIN, Execution(layout)).tapes[0][0]
+    )
 
 
 def test_stages_are_consecutive_slices() -> None:
@@ -180,7 +181,7 @@ def test_memory_counts_the_layers_of_each_stage() -> None:
     # A layer more before the others keeps what its operations keep.
     usual = saved(USUAL, USUAL) - saved(USUAL)
     lone = saved(LONE, USUAL) - saved(USUAL)
-    assert memory.tape(1, 0).saved_per_token == pytest.approx(2 * lone + saved(USUAL))
+    assert memory.tapes[1][0].saved_per_token == pytest.approx(2 * lone + saved(USUAL))
     # Residual, norm and statistic; gate and factor, and their product.
     assert lone == 2 * (64 + 64) + 4 + 2 * (2 * 160 + 160)
     assert usual > lone
@@ -191,7 +192,7 @@ def test_recomputed_groups_are_of_their_own_layers() -> None:
     groups = [
         [inner.name for inner in operation.inner if inner.name in ("attention", "fc1")]
         for rank in (0, 1)
-        for operation in memory.tape(rank, 0).operations
+        for operation in memory.tapes[rank][0].operations
         if operation.inner
     ]
     assert groups == [

@@ -51,7 +51,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
     model = small(pp_size=4)
     lengths = [700, 500, 900, 300, 100, 200]
     for rank in range(4):
-        tape = model.tape(rank, 0)
+        tape = model.tapes[rank][0]
         most = max(
             sum(lengths[oldest + 1 : oldest + 4 - rank]) * tape.saved_per_token
             + tape.backward_peak_bytes(lengths[oldest])
@@ -122,7 +122,7 @@ def test_longest_micro_batch_of_the_reference_is_plausible() -> None:
     longest = model.max_tokens(70 * GIB, 4)
     assert 1.5 * 131072 < longest < 2 * 131072
     # Rank 0 has four in flight.
-    by_hand = (70 * GIB - model.state_bytes(0).total) / (4 * model.tape(0, 0).saved_per_token)
+    by_hand = (70 * GIB - model.state_bytes(0).total) / (4 * model.tapes[0][0].saved_per_token)
     assert longest == pytest.approx(by_hand, rel=0.15)
 
 

@@ -79,7 +79,7 @@ def test_a_new_kind_is_in_memory() -> None:
     ours, plain = (MemoryModel(shape, Execution(LAYOUT)) for shape in (MIXED, PLAIN))
     own, attention = 512 * 4 * 768 // 2 + 768 // 2, 512 * (2 * 512 + 2 * 256) // 2
     assert ours.num_parameters(0) - plain.num_parameters(0) == 6 * (own - attention)
-    saved = {o.name: o.saved for o in ours.tape(0, 0).operations}
+    saved = {o.name: o.saved for o in ours.tapes[0][0].operations}
     assert saved["recurrence"] == 2 * 768 / 2  # bf16, over TP
     assert ours.peak_bytes(0, [4096]) != plain.peak_bytes(0, [4096])
 

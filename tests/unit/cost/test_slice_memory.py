@@ -44,7 +44,7 @@ def test_document_in_three_slices_is_kept_by_hand() -> None:
     memory = model(pp_size=2)
     for rank in (0, 1):
         # Neither the product of queries, keys and values nor the rotated keys.
-        slice_bytes = memory.tape(rank, 0).saved_per_token - 4 * 2 * (64 + 2 * 32 + 32)
+        slice_bytes = memory.tapes[rank][0].saved_per_token - 4 * 2 * (64 + 2 * 32 + 32)
         keys, gradients = 600 * 4 * KEYS, 600 * 4 * GRADIENTS
         assert kept(memory, rank, THREE) == pytest.approx(
             [
@@ -60,7 +60,7 @@ def test_document_in_three_slices_is_kept_by_hand() -> None:
 
 def test_slice_beside_documents_keeps_the_product_that_they_are_views_of() -> None:
     memory = model()
-    saved = memory.tape(0, 0).saved_per_token
+    saved = memory.tapes[0][0].saved_per_token
     beside = [THREE[0], THREE[1], THREE[2]._replace(num_tokens=140)]
     more = kept(memory, 0, beside)[2] - kept(memory, 0, beside)[1]
     # Attention's output of 64 numbers is kept twice in each layer: of the kernels, and joined.
@@ -71,7 +71,7 @@ def by_layers(memory: MemoryModel, kind: str, unit: Unit) -> float:
     """The most alive in an action of rank 0, operation by operation and buffer by buffer."""
     assert unit.slice is not None
     _, start, stop, length = unit.slice
-    operations = memory.tape(0, 0).operations
+    operations = memory.tapes[0][0].operations
     layers = [at for at, o in enumerate(operations) if o.name == "attention"]
     keys = {at: length * KEYS * (kind == "B" or start > 0) for at in layers}
     gradients = {at: length * GRADIENTS * (kind == "B" and stop < length) for at in layers}
@@ -115,7 +115,7 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
             own += 5000 * (8 // pp_size) * KEYS
         if action.kind == "B":
             own += 5000 * (8 // pp_size) * GRADIENTS * (stop < 5000)
-            saved = sum(o.saved - o.cached for o in memory.tape(0, 0).operations)
+            saved = sum(o.saved - o.cached for o in memory.tapes[0][0].operations)
             own += saved * unit.num_tokens
         assert use.peak == pytest.approx(before - own + transit + expected)
         assert (transit > 0) == (pp_size > 1 and action != actions[-1])
@@ -133,7 +133,7 @@ def test_context_parallel_ranks_each_hold_the_whole_prefix() -> None:
 def test_recomputation_leaves_the_buffers() -> None:
     full = Recompute("full", "uniform", 1)
     memory = model(full, pp_size=2)
-    saved = memory.tape(0, 0).saved_per_token
+    saved = memory.tapes[0][0].saved_per_token
     assert kept(memory, 0, THREE)[2] == pytest.approx(600 * (4 * KEYS + saved))
     # The pass that is run again is in the peak, as it is of whole documents.
     order = sliced(2, (3,))
@@ -141,7 +141,7 @@ def test_recomputation_leaves_the_buffers() -> None:
     assert slices[5].peak - whole[5].peak == pytest.approx(600 * 4 * (KEYS + GRADIENTS), rel=0.05)
     # Attention that is run again keeps the keys that it was given.
     selective = model(Recompute("selective"))
-    saved = selective.tape(0, 0).saved_per_token
+    saved = selective.tapes[0][0].saved_per_token
     assert kept(selective, 0, THREE)[2] == pytest.approx(600 * (8 * KEYS + saved))
 
 
