@@ -293,14 +293,23 @@ class MemoryModel(Executed):
     def update_bytes(self, pp_rank: int) -> int:
         """Working memory of the update: torch's Adam takes a root of all second moments at once.
 
-        With a store of parameters also what the last backward pass leaves for the exchange: fp32
-        gradients that go, and as many that come. Weights that come take less, while the first
-        forward pass holds little.
+        With a store of parameters also what the exchange needs at least: fp32 gradients of the
+        largest layer that go, and as many that come.
         """
         exchange = 0
         if self.execution.store_ranks is not None:
-            exchange = 2 * FP32 * self.num_parameters(pp_rank)
+            exchange = 2 * FP32 * max(map(sum, zip(*self.layer_parameters, strict=True)))
         return max(exchange, self._root_bytes(pp_rank))
+
+    @cached_property
+    def layer_parameters(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Parameters of each layer of the whole model, routed experts left out, and of its routed
+        experts. The first has the embedding, the last one the final norm and the LM head.
+        """
+        layers = range(self.shape.num_layers)
+        alone = self.executed(parallelism=Parallelism(pp_size=len(layers)), store_ranks=None)
+        dense, experts = alone.stage_parameters, alone.expert_parameters
+        return tuple(map(dense, layers)), tuple(map(experts, layers))
 
     def _root_bytes(self, pp_rank: int) -> int:
         if self.execution.kernels == "fused" or self.execution.optimizer != "adam":

@@ -148,11 +148,20 @@ class StrategySpace(Devices):
         if not self.overlap:
             apart_us = float(times.pull_us.max() + times.push_us.max())
             return Candidate(strategy, costs, times.update_us + apart_us)
-        pull_us, push_us = (
-            tuple(float(us[list(replica.ranks)].max()) for replica in strategy.replicas)
-            for us in (times.pull_us, times.push_us)
-        )
-        return Candidate(strategy, costs, times.update_us, pull_us, push_us)
+        given = self.store.shard_elements * len(strategy.replicas)
+        apart_us, beside_us = 0.0, []
+        for replica in strategy.replicas:
+            own = costs[replica.kind]
+            moved = given + (own.memory.num_parameters(0) if own.memory else 0)
+            # What memory does not hold at once goes before or behind all passes.
+            sizes = self.store.weight_bytes, self.store.gradient_bytes
+            held = [min(1.0, own.room_bytes(0) / (size * moved)) for size in sizes]
+            both = times.pull_us, times.push_us
+            both_us = [float(us[list(replica.ranks)].max()) for us in both]
+            beside_us.append([share * us for share, us in zip(held, both_us, strict=True)])
+            apart_us = max(apart_us, sum(both_us) - sum(beside_us[-1]))
+        pull_us, push_us = zip(*beside_us, strict=True)
+        return Candidate(strategy, costs, times.update_us + apart_us, pull_us, push_us)
 
     def exchange(self, strategy: Strategy) -> ExchangeTimes:
         return self.store.times(strategy, self.hardware)

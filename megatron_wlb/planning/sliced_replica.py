@@ -42,8 +42,6 @@ class SlicedCosts(ReplicaCosts):
 
     cost: CostModel = field(kw_only=True)
     """The time of documents in the whole model, by which they are cut."""
-    limit_bytes: float = field(kw_only=True)
-    """What a device's tensors may take."""
 
     @property
     def warm_up(self) -> float:

@@ -213,6 +213,15 @@ class StrategyRun:
         p = self.config.parallel
         return scheme.expert_sizes(p.expert_model_parallel_size, p.expert_tensor_parallel_size)
 
+    def room_bytes(self, strategy: Strategy, rank: int) -> float:
+        """What the exchange may take of a rank's memory in steps of a strategy."""
+        candidate = self.candidates[self.strategies.index(strategy)]
+        for replica in strategy.replicas:
+            if rank in replica.ranks:
+                pp_rank = replica.ranks.index(rank) * replica.scheme.pp_size // len(replica.ranks)
+                return candidate.costs[replica.kind].room_bytes(pp_rank)
+        return min(costs.room_bytes(None) for costs, _ in candidate.groups)
+
     def planner(self, corpora: Corpora, split: str = "train") -> StrategyPlanner:
         """Makes a planner of the documents of a split, before its first step."""
         num_epochs = self.config.wlb.wlb_epochs if split == "train" else 1

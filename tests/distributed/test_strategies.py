@@ -237,8 +237,9 @@ def _unpushed(is_left_out: Callable[[int, Any], bool]) -> Iterator[None]:
 
     rank, real = dist.get_rank(), Push.__init__
 
-    def begin(push: Any, routes: Any, tensors: Any) -> None:
-        real(push, routes, [t * 0 if is_left_out(rank, t) else t for t in tensors])
+    def begin(push: Any, routes: Any, tensors: Any, *room: Any) -> None:
+        kept = [t * 0 if is_left_out(rank, t) else t for t in tensors]
+        real(push, routes, kept, *room)
 
     with mock.patch.object(Push, "__init__", begin):
         yield
@@ -248,14 +249,15 @@ def _unpushed(is_left_out: Callable[[int, Any], bool]) -> Iterator[None]:
 def layer_not_pulled(_runner: Any) -> Iterator[None]:
     from megatron_wlb.runtime.strategy.routes import Pull
 
-    wait = Pull.wait
+    take = Pull._take
 
-    def stale(pull: Any, bucket: int) -> None:
-        if bucket == 3:
-            pull._coming.pop(bucket, None)
-        wait(pull, bucket)
+    def stale(pull: Any, one: Any) -> None:
+        take(pull, one)
+        if one.bucket == 3:
+            for view in pull._routes.views(3, pull._tensors):
+                view.zero_()
 
-    with mock.patch.object(Pull, "wait", stale):
+    with mock.patch.object(Pull, "_take", stale):
         yield
 
 

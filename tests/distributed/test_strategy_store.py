@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,49 +50,57 @@ class Counted:
     pulled: tuple[int, ...]
     """By step: what it sends to other ranks before the push."""
     pushed: tuple[int, ...]
-    held: tuple[int, ...]
-    """By step: gradients on their way, in buffers."""
+    held: int
+    """The most that buffers on their way take at a time."""
+    losses: tuple[float, ...]
     store: int
     sizes: tuple[int, ...]
     """Elements of each bucket."""
 
 
-def count(config: Config) -> Counted:
+def count(config: Config, room_bytes: float) -> Counted:
     """Runs a step of each strategy and counts what goes to other ranks."""
+    import weakref
+
     import torch
     import torch.distributed as dist
 
     from megatron_wlb.runtime.strategy import routes
 
     rank = dist.get_rank()
-    run, runner = open_runner(config, WORKLOAD)
-    real, sent, buffers = dist.all_to_all_single, [], []
+    run, runner = open_runner(config, WORKLOAD, lambda *_: room_bytes)
+    real, sent, held = dist.all_to_all_single, [], 0
+    buffers: list[weakref.ref[Any]] = []
 
     def counted(got: Any, given: Any, coming: Any, going: Any, **options: Any) -> Any:
+        nonlocal held
         sent.append((sum(going) - going[rank]) * given.element_size())
-        buffers.append(got.nbytes + given.nbytes)
+        buffers.extend(map(weakref.ref, (got, given)))
+        held = max(held, sum(one.nbytes for one in (ref() for ref in buffers) if one is not None))
         return real(got, given, coming, going, **options)
 
-    pulled, pushed, held = [], [], []
+    pulled, pushed, losses = [], [], []
     num = len(runner.buckets.sizes)
     with mock.patch.object(routes.dist, "all_to_all_single", counted):
         for step in range(len(STRATEGIES)):
             sent.clear()
-            buffers.clear()
-            run_step(runner, dataclasses.replace(plan_for(run, WORKLOAD, step), step=step))
+            plan = dataclasses.replace(plan_for(run, WORKLOAD, step), step=step)
+            losses.append(run_step(runner, plan))
             pulled.append(sum(sent[:num]))
             pushed.append(sum(sent[num:]))
-            held.append(sum(buffers[num:]))
             assert len(sent) == 2 * num
+            links = runner._links[plan.strategy.key] if plan.strategy else None
+            arena = links.replica.arena
+            assert not arena.weights.untyped_storage().nbytes(), "another layout may run next"
             runner.store.optimizer.step()
     assert all(torch.isfinite(shard).all() for shard in runner.store.weights)
-    counted_bytes = tuple(pulled), tuple(pushed), tuple(held), runner.store.num_bytes
-    return Counted(*counted_bytes, (*runner.buckets.sizes,))
+    bytes_, store = (tuple(pulled), tuple(pushed), held), runner.store.num_bytes
+    return Counted(*bytes_, tuple(losses), store, (*runner.buckets.sizes,))
 
 
 def test_exchange_and_store_take_no_more_bytes_than_planned(gloo: GlooPool, tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    found = gloo.run(NUM_RANKS, count, config)
+    found = gloo.run(NUM_RANKS, count, config, math.inf)
     shape = model_shape(config, 128)
     planned = dataclasses.replace(
         ParameterStore.of(shape, Cluster(NUM_RANKS, NUM_RANKS)), weight_bytes=FP32
@@ -114,10 +123,19 @@ def test_exchange_and_store_take_no_more_bytes_than_planned(gloo: GlooPool, tmp_
         model = MemoryModel(shape, Execution(scheme.parallelism, bf16=False, store_ranks=NUM_RANKS))
         most = max(one.store for one in found)
         assert model.state_bytes(0).optimizer == pytest.approx(most, rel=0.03)
-    for at, scheme in ((0, Scheme()), (1, Scheme(2))):
-        model = MemoryModel(shape, Execution(scheme.parallelism, bf16=False, store_ranks=NUM_RANKS))
-        most = max(one.held[at] for one in found)
-        assert model.update_bytes(0) == pytest.approx(most, rel=0.03)
+    assert max(one.held for one in found) > 1.9 * model.update_bytes(0), "gradients of all layers"
+
+
+def test_exchange_without_room_goes_layer_by_layer(gloo: GlooPool, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    whole, found = (gloo.run(NUM_RANKS, count, config, room) for room in (math.inf, 0.0))
+    shape = model_shape(config, 128)
+    execution = Execution(Scheme(2).parallelism, bf16=False, store_ranks=NUM_RANKS)
+    planned = MemoryModel(shape, execution).update_bytes(0)
+    for one, other in zip(found, whole, strict=True):
+        assert one.losses == other.losses and one.pushed == other.pushed
+        assert one.held <= 1.5 * planned  # gloo lets go of a buffer a moment after it is done
+    assert max(one.held for one in found) >= 0.97 * planned
 
 
 @pytest.mark.parametrize("num_replicas", [8, 16, 32])
@@ -146,7 +164,7 @@ def order_of_waits(config: Config) -> tuple[list[str], bool]:
     wait, post = Pull.wait, Push.post
 
     def waiting(pull: Pull, bucket: int) -> None:
-        if bucket in pull._coming:
+        if any(one.bucket == bucket for one in pull._coming):
             notes.append(f"weights {bucket}")
         wait(pull, bucket)
 

@@ -94,7 +94,9 @@ def plan_for(run: Any, workload: Workload, step: int) -> StepPlan:
     return plan
 
 
-def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
+def open_runner(
+    config: Config, workload: Workload, room_bytes: Callable[[Any, int], float] | None = None
+) -> tuple[Any, Any]:
     """The run of these settings and its runner, with models of megatron-core alone."""
     import torch
     import torch.distributed as dist
@@ -132,16 +134,19 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     options = optimizer_config(config, dtype)
     chunks = [chunk for model in models for chunk in model.chunks]
     param_groups, group_of = groups_of(chunks, options)
-    shapes = [[p.shape for p in parameters_of(model)] for model in models]
-    arena = Arena(shapes, dtype, torch.device("cpu"))
-    for model, sizes in zip(models, shapes, strict=True):
-        arena.place(parameters_of(model), sizes)
+    replicas = {
+        layout: LocalReplica(Arena(parameters_of(own[0]), dtype), *own, group_of)
+        for layout, own in opened.items()
+    }
+    for replica in replicas.values():
+        replica.arena.close()
     made = StrategyRunner(
         run.strategies,
-        {layout: LocalReplica(*opened[layout], group_of) for layout in opened},
-        arena,
+        replicas,
         Hosts(ProcessGroupCollection.use_mpu_process_groups()),
         config.model.num_layers,
+        dtype,
+        room_bytes or run.room_bytes,
         config.wlb.wlb_verify_plan_interval,
     )
     made.store.optimize(options, param_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +38,8 @@ class ReplicaCosts:
     least_tokens: int = 1
     """Tokens of a micro-batch in the mean, at least, where documents are enough."""
     memory: MemoryModel | None = None
+    limit_bytes: float = math.inf
+    """What tensors may take of a rank's memory."""
     group_size: int | None = None
     """Micro-batches that a chunk runs one after another, with virtual stages; PP if not given."""
 
@@ -88,6 +91,13 @@ class ReplicaCosts:
         waits: Floats = np.maximum(share * exchange_us, exchange_us - (1 - share) * passes_us)
         return waits
 
+    def room_bytes(self, pp_rank: int | None) -> float:
+        """What parameters leave of a rank's memory, or of one that runs no replica."""
+        if self.memory is None:
+            return math.inf
+        state = self.memory.state_bytes(pp_rank or 0)
+        return self.limit_bytes - (state.optimizer if pp_rank is None else state.total)
+
     @cached_property
     def micro_batch_us(self) -> float:
         """What a micro-batch takes on a pipeline rank besides its documents, at most."""
@@ -121,7 +131,7 @@ def replica_costs(
         whole, stages=stages, reduce_us=(), reduce_buckets=(), overlap_reduce=False,
         embedding_us=0.0, update_us=(), fixed_us=0.0,
     )  # fmt: skip
-    return ReplicaCosts(scheme, max_tokens, costs, least_tokens, memory)
+    return ReplicaCosts(scheme, max_tokens, costs, least_tokens, memory, limit_bytes)
 
 
 def _least_tokens(stages: StageCosts, max_tokens: int) -> int:

@@ -26,7 +26,7 @@ from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
-from megatron_wlb.cost.shape import ModelShape, Parallelism
+from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.step_costs import UPDATE_BYTES
 from megatron_wlb.plan.strategy.layout import Cluster, Strategy
 
@@ -70,11 +70,7 @@ class ParameterStore:
     def of(
         cls, shape: ModelShape, cluster: Cluster, ep_size: int = 1, etp_size: int | None = None
     ) -> ParameterStore:
-        layers = MemoryModel(shape, Execution(Parallelism(pp_size=shape.num_layers)))
-        dense, experts = (
-            tuple(map(count, range(shape.num_layers)))
-            for count in (layers.stage_parameters, layers.expert_parameters)
-        )
+        dense, experts = MemoryModel(shape, Execution()).layer_parameters
         return cls(cluster, dense, experts if any(experts) else (), ep_size, etp_size)
 
     def shard(self, bucket: int, rank: int) -> tuple[int, int]:

@@ -64,6 +64,7 @@ class _Built:
     scheme: Scheme
     model: Model
     groups: ReplicaGroups
+    arena: Arena
 
 
 @dataclass
@@ -75,8 +76,6 @@ class StrategySession(Session):
     strategies: StrategyRunner | None = None
     """Set with the optimizer, or without one when Megatron has its model."""
     _built: dict[Layout, _Built] = field(default_factory=dict)
-    _first: list[torch.Tensor] = field(default_factory=list)
-    """The weights that the first replica of the first strategy starts with."""
     _named: str = ""
     """The attention kernel of all replicas."""
 
@@ -122,7 +121,6 @@ class StrategySession(Session):
         self._hosts.compare("at the start", {"strategies": known})
         self._choose(self.config.wlb.wlb_attention_kernel)
         opener = GroupOpener(self._timeout)
-        shapes: dict[Layout, list[torch.Size]] = {}
         for layout in self.run.layouts:
             scheme, ranks = layout
             groups = opener.replica(scheme, ranks, *self.run.expert_sizes(scheme))
@@ -132,19 +130,11 @@ class StrategySession(Session):
                 self._seed()
                 model = of_chunks(original(provider, model_type, wrap_with_ddp=False))
             require_layers(self.run.replica_config(scheme), model)
-            self._built[layout] = _Built(scheme, model, groups)
-            parameters = parameters_of(model)
-            if layout == self.run.layouts[0]:
-                self._first = [parameter.detach().clone() for parameter in parameters]
-            # Its memory is that of all layouts: at a time there are the weights of one.
-            shapes[layout] = [parameter.shape for parameter in parameters]
-            for parameter in parameters:
-                parameter.data = parameter.data.new_empty(0)
+            arena = Arena(parameters_of(model), self.args.params_dtype)
+            self._built[layout] = _Built(scheme, model, groups, arena)
+            if layout != self.run.layouts[0]:  # whose weights the store takes
+                arena.close()
         self._seed()
-        device = torch.empty(0, device="cuda").device  # the CPU, under emulation
-        self._arena = Arena(shapes.values(), self.args.params_dtype, device)
-        for layout, built in self._built.items():
-            self._arena.place(parameters_of(built.model), shapes[layout])
         return [StrategyModel(_core_config(self.args), lambda: self.strategies)]
 
     def _get_optimizer(
@@ -173,23 +163,21 @@ class StrategySession(Session):
             with built.groups.current():  # by which Megatron chooses the schedule
                 runner = StepRunner.of(own, built.model, self.corpora, self.device)
             runner.verify_plan_interval = 0  # they are compared once, over all replicas
+            built.arena.open()
             local[layout] = LocalReplica(
-                built.model, runner, built.groups, group_of, self.args.seed
+                built.arena, built.model, runner, built.groups, group_of, self.args.seed
             )
+            if layout != self.run.layouts[0]:
+                built.arena.close()
         self.strategies = made = StrategyRunner(
             self.run.strategies,
             local,
-            self._arena,
             self._hosts,
             self.args.num_layers,
+            self.args.params_dtype,
+            self.run.room_bytes,
             self.config.wlb.wlb_verify_plan_interval,
         )
-        first = self.run.layouts[0]
-        if first in self._built:
-            pairs = zip(parameters_of(self._built[first].model), self._first, strict=True)
-            for parameter, values in pairs:
-                parameter.data.copy_(values)
-            self._first.clear()
         made.take_weights(self.run.strategies[0])
         return made
 

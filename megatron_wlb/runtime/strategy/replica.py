@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,42 +27,51 @@ from megatron_wlb.runtime.strategy.routes import Pull, Push
 
 
 class Arena:
-    """The weights and gradients of whichever replica a rank runs: memory of the largest.
+    """The weights and gradients of what a rank has of a replica, in one piece of memory.
 
-    ``shapes`` are those of the parameters of each.
+    Parameters keep their values, and are parts of it from then on. Memory is taken from
+    :meth:`open` to :meth:`close`, so a rank has that of one layout at a time.
     """
 
-    def __init__(
-        self,
-        shapes: Iterable[Sequence[torch.Size]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        num_elements = max((sum(s.numel() for s in own) for own in shapes), default=0)
-        self.weights = torch.zeros(num_elements, dtype=dtype, device=device)
-        self.gradients = torch.zeros(num_elements, device=device)
-
-    def place(self, parameters: Sequence[Any], shapes: Sequence[torch.Size]) -> None:
-        """Lets a model's parameters, and their ``main_grad``, be parts of this memory."""
+    def __init__(self, parameters: Sequence[Any], dtype: torch.dtype) -> None:
+        num_elements = sum(parameter.numel() for parameter in parameters)
+        device = torch.cuda.current_device()  # the CPU, under emulation
+        self.weights = torch.empty(num_elements, dtype=dtype, device=device)
+        self.gradients = torch.empty(num_elements, device=device)
         offset = 0
-        for parameter, shape in zip(parameters, shapes, strict=True):
-            part = slice(offset, offset + shape.numel())
-            parameter.data = self.weights[part].view(shape)
-            parameter.main_grad = self.gradients[part].view(shape)
-            offset += shape.numel()
+        for parameter in parameters:
+            part = slice(offset, offset + parameter.numel())
+            weight = self.weights[part].view(parameter.shape)
+            parameter.data = weight.copy_(parameter.data)
+            parameter.main_grad = self.gradients[part].view(parameter.shape)
+            offset = part.stop
+
+    def open(self) -> None:
+        """Takes memory, if it has none; what is in it is nothing to rely on."""
+        if not self.weights.untyped_storage().nbytes():
+            self._resize(self.weights.numel())
+
+    def close(self) -> None:
+        self._resize(0)
+
+    def _resize(self, num_elements: int) -> None:
+        for flat in (self.weights, self.gradients):
+            flat.untyped_storage().resize_(num_elements * flat.element_size())
 
 
 class LocalReplica:
-    """What a rank has of one replica. Its parameters must be placed in an arena."""
+    """What a rank has of one replica. ``arena`` is the memory of its parameters, and open."""
 
     def __init__(
         self,
+        arena: Arena,
         model: Model,
         runner: StepRunner,
         groups: ReplicaGroups,
         group_of: GroupOf,
         seed: int = 0,
     ) -> None:
+        self.arena = arena
         self.model = model
         self._seed = seed
         self.runner = runner

@@ -6,9 +6,12 @@ its runs, one after another: nothing is sent but the elements.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +62,10 @@ class Routes:
         """Counts the elements that each user needs of this rank."""
         return [sum(stop - start for start, stop in spans) for spans in self.given[bucket]]
 
+    def num_bytes(self, bucket: int, dtype: torch.dtype) -> int:
+        """What the buffers of a bucket take, of what goes and of what comes."""
+        return dtype.itemsize * (sum(self.num_given(bucket)) + sum(self.taken[bucket]))
+
     def in_order(self, bucket: int, got: torch.Tensor) -> torch.Tensor:
         """What came from owners, one after another, in the order of the bucket."""
         segments, order = self._segments[bucket], self._order(bucket)
@@ -84,11 +91,27 @@ class Routes:
         ]
 
 
+@dataclass(frozen=True)
+class _Transfer:
+    """A bucket on its way."""
+
+    bucket: int
+    work: Any
+    got: torch.Tensor
+    sent: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.got.nbytes + self.sent.nbytes
+
+
 class Pull:
     """Elements on their way from their owners to those who use them.
 
-    All buckets are under way at once; :meth:`wait` is for what one of them fills. All ranks of the
-    world make it together. ``shards`` are this rank's, by bucket, ``tensors`` those to fill.
+    As many buckets are under way as there is room for, first to last; for others it waits at the
+    start, where no rank waits for another's passes. :meth:`wait` is for what one of them fills. All
+    ranks of the world make it together. ``shards`` are this rank's, by bucket, ``tensors`` those to
+    fill; ``room_bytes`` what buffers may take, though one bucket always goes.
     """
 
     def __init__(
@@ -97,75 +120,105 @@ class Pull:
         shards: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
         dtype: torch.dtype = torch.float32,
+        room_bytes: float = math.inf,
     ) -> None:
         self._routes, self._tensors = routes, tensors
-        self._coming: dict[int, tuple[dist.Work | None, torch.Tensor, torch.Tensor]] = {}
+        self._coming: deque[_Transfer] = deque()
         for bucket, shard in enumerate(shards):
-            spans = [span for user in routes.given[bucket] for span in user]
-            sent = _joined([shard[start:stop] for start, stop in spans], shard).to(dtype)
-            got = sent.new_empty(sum(routes.taken[bucket]))
-            work = dist.all_to_all_single(
-                got, sent, routes.taken[bucket], routes.num_given(bucket), async_op=True
-            )
-            self._coming[bucket] = work, got, sent
+            own_bytes = routes.num_bytes(bucket, dtype)
+            while self._coming and own_bytes + _alive_bytes(self._coming) > room_bytes:
+                self._take(self._coming.popleft())
+            self._coming.append(self._post(bucket, shard, dtype))
 
-    @torch.no_grad()
     def wait(self, bucket: int) -> None:
-        """Fills the tensors of a bucket, once it is there; a second call does nothing."""
-        if bucket not in self._coming:
-            return
-        work, got, _ = self._coming.pop(bucket)
-        assert work is not None
-        work.wait()
-        views = self._routes.views(bucket, self._tensors)
-        if views:
-            parts = torch.split(self._routes.in_order(bucket, got), [v.numel() for v in views])
-            pairs = zip(views, parts, strict=True)
-            torch._foreach_copy_(views, [values.view(view.shape) for view, values in pairs])
+        """Fills the tensors of a bucket and those before, once it is there, and lets go of buckets
+        that others have; a second call does no more.
+        """
+        while self._coming and self._coming[0].bucket <= bucket:
+            self._take(self._coming.popleft())
+        for one in [*self._coming]:
+            if not self._routes.mine[one.bucket] and one.work.is_completed():
+                self._coming.remove(one)
 
     def finish(self) -> None:
         """Waits for all that is still under way."""
-        for bucket in [*self._coming]:
-            self.wait(bucket)
+        self.wait(len(self._routes.mine))
+
+    def _post(self, bucket: int, shard: torch.Tensor, dtype: torch.dtype) -> _Transfer:
+        routes = self._routes
+        spans = [span for user in routes.given[bucket] for span in user]
+        sent = _joined([shard[start:stop] for start, stop in spans], shard).to(dtype)
+        num_taken = routes.taken[bucket]
+        got = sent.new_empty(sum(num_taken))
+        work = dist.all_to_all_single(got, sent, num_taken, routes.num_given(bucket), async_op=True)
+        return _Transfer(bucket, work, got, sent)
+
+    @torch.no_grad()
+    def _take(self, one: _Transfer) -> None:
+        one.work.wait()
+        views = self._routes.views(one.bucket, self._tensors)
+        if views:
+            got = self._routes.in_order(one.bucket, one.got)
+            parts = torch.split(got, [v.numel() for v in views])
+            pairs = zip(views, parts, strict=True)
+            torch._foreach_copy_(views, [values.view(view.shape) for view, values in pairs])
 
 
 class Push:
     """Elements on their way back to their owners, where those of several users are added up.
 
-    Buckets go last to first, as backward passes are done with them, on all ranks alike.
+    Buckets go last to first, as backward passes are done with them, on all ranks alike. What
+    ``room_bytes`` do not hold goes at the end: a rank that waited earlier could wait for one that
+    needs its gradients.
     """
 
-    def __init__(self, routes: Routes, tensors: Sequence[torch.Tensor]) -> None:
-        self._routes, self._tensors = routes, tensors
+    def __init__(
+        self, routes: Routes, tensors: Sequence[torch.Tensor], room_bytes: float = math.inf
+    ) -> None:
+        self._routes, self._tensors, self._room_bytes = routes, tensors, room_bytes
         self._next = len(routes.mine) - 1
-        self._going: list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]] = []
+        self._going: deque[_Transfer] = deque()
 
-    @torch.no_grad()
     def post(self, down_to: int) -> None:
-        """Starts to send all buckets down to this one that have not gone yet."""
-        routes = self._routes
-        while self._next >= down_to:
-            bucket, self._next = self._next, self._next - 1
-            views = routes.views(bucket, self._tensors)
-            empty = torch.empty(0, device=torch.cuda.current_device())
-            sent = routes.by_owner(bucket, _joined([view.reshape(-1) for view in views], empty))
-            num_given = routes.num_given(bucket)
-            got = sent.new_empty(sum(num_given))
-            work = dist.all_to_all_single(got, sent, num_given, routes.taken[bucket], async_op=True)
-            self._going.append((work, got, sent))
+        """Starts to send all buckets down to this one that have not gone yet, if there is room."""
+        while self._next >= down_to and self._has_room:
+            self._send()
+
+    def finish(self, shards: Sequence[torch.Tensor]) -> None:
+        """Sends the rest, and adds what comes to this rank's shards, user by user."""
+        self.post(0)
+        while self._going:
+            self._take(self._going.popleft(), shards)
+            self.post(0)
+
+    @property
+    def _has_room(self) -> bool:
+        own_bytes = self._routes.num_bytes(self._next, torch.float32)
+        return not self._going or own_bytes + _alive_bytes(self._going) <= self._room_bytes
 
     @torch.no_grad()
-    def finish(self, shards: Sequence[torch.Tensor]) -> None:
-        """Waits until all is there, and adds it to this rank's shards, user by user."""
-        self.post(0)
-        for bucket, (work, got, _) in zip(reversed(range(len(shards))), self._going, strict=True):
-            assert work is not None
-            work.wait()
-            spans = [span for user in self._routes.given[bucket] for span in user]
-            parts = torch.split(got, [stop - start for start, stop in spans])
-            for (start, stop), values in zip(spans, parts, strict=True):
-                shards[bucket][start:stop] += values
-        self._going.clear()
+    def _send(self) -> None:
+        routes, bucket = self._routes, self._next
+        views = routes.views(bucket, self._tensors)
+        empty = torch.empty(0, device=torch.cuda.current_device())
+        sent = routes.by_owner(bucket, _joined([view.reshape(-1) for view in views], empty))
+        num_given = routes.num_given(bucket)
+        got = sent.new_empty(sum(num_given))
+        work = dist.all_to_all_single(got, sent, num_given, routes.taken[bucket], async_op=True)
+        self._going.append(_Transfer(bucket, work, got, sent))
+        self._next -= 1
+
+    @torch.no_grad()
+    def _take(self, one: _Transfer, shards: Sequence[torch.Tensor]) -> None:
+        one.work.wait()
+        spans = [span for user in self._routes.given[one.bucket] for span in user]
+        parts = torch.split(one.got, [stop - start for start, stop in spans])
+        for (start, stop), values in zip(spans, parts, strict=True):
+            shards[one.bucket][start:stop] += values
+
+
+def _alive_bytes(transfers: Iterable[_Transfer]) -> int:
+    return sum(one.num_bytes for one in transfers)
 
 
 def _joined(parts: Sequence[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:

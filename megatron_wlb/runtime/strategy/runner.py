@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_wlb.runtime.ranks.transfer import of_all_ranks
 from megatron_wlb.runtime.stepping.step import ForwardStep
 from megatron_wlb.runtime.strategy.buckets import Buckets
 from megatron_wlb.runtime.strategy.pieces import Piece, whole_pieces
-from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
+from megatron_wlb.runtime.strategy.replica import LocalReplica
 from megatron_wlb.runtime.strategy.routes import Pull, Push, Routes
 from megatron_wlb.runtime.strategy.store import Store
 
@@ -30,6 +30,7 @@ class _Links:
     number: int | None
     """Its replica; None for a rank that is idle."""
     replica: LocalReplica | None
+    room_bytes: float
     pull: Routes
     push: Routes
 
@@ -38,21 +39,24 @@ class StrategyRunner:
     """Runs steps of some strategies on a store.
 
     ``replicas`` are this rank's parts, of the strategies' replicas that it is in. Its first weights
-    are those of the first strategy's first replica. All ranks of the world make it together.
+    are those of the first strategy's first replica. ``room_bytes`` says what the exchange may take
+    of a rank's memory in a strategy. All ranks of the world make it together.
     """
 
     def __init__(
         self,
         strategies: Sequence[Strategy],
         replicas: dict[Layout, LocalReplica],
-        arena: Arena,
         hosts: Hosts,
         num_layers: int,
+        dtype: torch.dtype,
+        room_bytes: Callable[[Strategy, int], float],
         verify_plan_interval: int = 1,
     ) -> None:
         self.hosts = hosts
         self.verify_plan_interval = verify_plan_interval
-        self._arena = arena
+        self.dtype = dtype
+        """What passes run with."""
         self._num_runs = 0
         self._last: LocalReplica | None = None
         """What ran last, and what it read is not compared yet."""
@@ -71,7 +75,7 @@ class StrategyRunner:
                 for user in replica.ranks:
                     users[user] = known[user][replica.layout]
         self.buckets.place([*used.values()])
-        self.store = Store(self.buckets, arena.gradients.device)
+        self.store = Store(self.buckets)
         self._links = {}
         for strategy in strategies:
             users = used[strategy.key]
@@ -82,6 +86,7 @@ class StrategyRunner:
             adding = [[piece for piece in pieces if piece.adds] for pieces in users]
             self._links[strategy.key] = _Links(
                 *own,
+                room_bytes(strategy, rank),
                 Routes(self.buckets, users, rank),
                 Routes(self.buckets, adding, rank),
             )
@@ -95,6 +100,8 @@ class StrategyRunner:
         givers = of_all_ranks([one.piece for one in own])
         routes = Routes(self.buckets, givers, rank)
         self.give(routes, [one.weight.float() for one in own], self.store.weights)
+        if links.replica is not None:
+            links.replica.arena.close()
 
     def give(
         self, routes: Routes, tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
@@ -112,11 +119,6 @@ class StrategyRunner:
     def _take_reads(self) -> Reads | None:
         local, self._last = self._last, None
         return None if local is None else local.runner.take_reads()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What passes run with."""
-        return self._arena.weights.dtype
 
     def run_schedule(
         self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
@@ -140,14 +142,17 @@ class StrategyRunner:
                 f"{len(self._links)}; plan with those of --wlb-strategies"
             )
         local = links.replica
+        if local is not None:
+            local.arena.open()
         weights = [held.weight for held in local.held] if local else []
         adding = [held.gradient for held in local.held if held.piece.adds] if local else []
-        pull = Pull(links.pull, self.store.weights, weights, self._arena.weights.dtype)
+        pull = Pull(links.pull, self.store.weights, weights, self.dtype, links.room_bytes)
         push = None
         if not forward_only:
-            self._arena.gradients.zero_()
+            if local is not None:
+                local.arena.gradients.zero_()
             self.store.forget_gradients()
-            push = Push(links.push, adding)
+            push = Push(links.push, adding, links.room_bytes)
         reports: list[Any] = []
         number = links.number
         if local is not None and number is not None and plan.micro_batches[number]:
@@ -157,4 +162,6 @@ class StrategyRunner:
         if push is not None:
             push.finish(self.store.gradients)
             self.store.divide_gradients(plan.num_targets)
+        if local is not None:
+            local.arena.close()
         return reports

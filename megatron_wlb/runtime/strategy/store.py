@@ -34,8 +34,8 @@ class Store:
     optimizer: Any = None
     """Megatron's; None where nothing is trained."""
 
-    def __init__(self, buckets: Buckets, device: torch.device) -> None:
-        rank = dist.get_rank()
+    def __init__(self, buckets: Buckets) -> None:
+        rank, device = dist.get_rank(), torch.cuda.current_device()
         kept = [buckets.parts(bucket, rank) for bucket in range(len(buckets.sizes))]
         sizes = [sum(stop - start for start, stop in parts) for parts in kept]
         self._weights = torch.zeros(sum(sizes), device=device)

@@ -149,3 +149,15 @@ def test_strategies_of_a_file_are_priced_and_checked() -> None:
     assert assign(StepDocuments([2049]), candidate) is None
     with pytest.raises(ConfigError, match="to take documents of 1048576 tokens, but memory"):
         SPACE.candidate(Strategy.parse("tp1:1024k", SPACE.cluster))
+
+
+def test_exchange_that_memory_does_not_hold_at_once_runs_beside_no_pass() -> None:
+    strategy = Strategy.of(SPACE.cluster, [(Scheme(), 256)] * 8)
+    wide, tight = (
+        replace(SPACE, memory_gib=memory_gib).candidate(strategy) for memory_gib in (8.0, 1.2)
+    )
+    assert all(some < every for some, every in zip(tight.push_us, wide.push_us, strict=True))
+    # Weights have half the bytes of gradients, so more of them are under way at a time.
+    assert wide.push_us[0] / tight.push_us[0] > 1.9 * wide.pull_us[0] / tight.pull_us[0] > 1
+    whole_us, parts_us = (one.pull_us[0] + one.push_us[0] for one in (wide, tight))
+    assert tight.fixed_us - wide.fixed_us == pytest.approx(whole_us - parts_us)

@@ -95,4 +95,5 @@ def test_memory_of_a_store_does_not_depend_on_the_layout() -> None:
     assert state(16).weights == 2 * whole and state(16, tp_size=4).weights < whole
     assert state(16).optimizer < state(None).optimizer == 12 * whole
     torchs = Execution(store_ranks=16, kernels="torch")
-    assert MemoryModel(SHAPE, torchs).update_bytes(0) == 8 * whole
+    # Gradients of the largest layer go, and come, in fp32.
+    assert MemoryModel(SHAPE, torchs).update_bytes(0) == 8 * max(STORE.buckets)
