@@ -13,7 +13,7 @@ from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import CPU, Results
 
 PACKINGS = ("original", "hold", "slim")
-NUM_STEPS, TINY_STEPS = 20, 3
+NUM_STEPS, TINY_STEPS = 20, 2
 WINDOW = 512
 FP32_RELATIVE = 3e-3
 """Sums in another order; Adam's steps are as long for the smallest gradients as for others."""

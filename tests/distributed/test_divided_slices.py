@@ -28,10 +28,10 @@ CP2 = Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS)
 EP2 = Layout("deepseek", 2, cp=2, ep=2, sharding="adaptive")
 CASES = [
     CP2,
-    Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
     Layout("llama", 2, pp=2, vpp=2, cp=2, extra=FULL),
 ]
 FURTHER = [
+    Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
     Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid"),
     Layout("yarn", 1, cp=4, sharding="hybrid"),
     Layout("gpt2", 1, cp=2, sharding="per-sequence", extra=f"{KEEP} {FULL}"),

@@ -178,7 +178,7 @@ def test_start_without_torchrun_is_one_line(tmp_path: Path, corpus: Path) -> Non
     assert_refused(finished, ConfigError.exit_code, "RANK is not set", "torchrun --nproc-per-node")
 
 
-@pytest.mark.parametrize("layout", [PP2, DP2], ids=["pp2", "dp2"])
+@pytest.mark.parametrize("layout", [PP2, further(DP2)], ids=["pp2", "dp2"])
 def test_token_beyond_the_vocabulary_is_one_line_under_torchrun(
     layout: Flags, tmp_path: Path, corpus: Path
 ) -> None:

@@ -26,7 +26,7 @@ def train(
     return list(losses(metrics).values()), tokens, finished.output
 
 
-@pytest.mark.parametrize("packing", some_of(SHARDING, "hold"))
+@pytest.mark.parametrize("packing", some_of(SHARDING))
 def test_context_parallel_run_has_the_losses_of_one_process(
     packing: str, tmp_path: Path, corpus: Path
 ) -> None:

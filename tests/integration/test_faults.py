@@ -33,7 +33,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
             r"error.*: nothing has moved for \d+ s since step \d: .*micro-batch \d of \d, chunk \d,"
             r" in .*, which waits for rank \d; look at the machine of the rank",
         ),
-        ("two-runs-metrics", "refused clearly", r"--wlb-metrics \S+ is in use by another run"),
+        further(
+            "two-runs-metrics", "refused clearly", r"--wlb-metrics \S+ is in use by another run"
+        ),
     ],
 )
 def test_fault_ends_a_run_that_then_goes_on_alike(

@@ -73,7 +73,7 @@ def test_each_part_of_the_report_leaves_its_figures(out: Path) -> None:
     assert all(0 < one["busy_us"] <= one["whole_us"] for one in host["steps"])
     assert host["memory"][-1]["reserved_bytes"] > 0
     losses = figures(out, "smoke_training")
-    assert losses["slim, cpu"] == losses["slim, fp32"] and len(losses["slim, cpu"]) == 3
+    assert losses["slim, cpu"] == losses["slim, fp32"] and len(losses["slim, cpu"]) == 2
 
 
 def test_page_of_a_tiny_report_never_looks_like_a_gpu_s(out: Path) -> None:

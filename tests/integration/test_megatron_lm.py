@@ -93,7 +93,7 @@ def test_fp16_trains_as_fp32_and_skips_steps_as_megatron_does(
     texts: list[Path], tmp_path: Path
 ) -> None:
     """A scale is for a mean over tokens: as Megatron's, it is too large from about 2^30 on."""
-    flags = holding(texts) | {"seed": 7, "train_iters": 6, "wlb_packing": "slim"} | PP2
+    flags = holding(texts) | {"seed": 7, "train_iters": 4, "wlb_packing": "slim"} | PP2
     finish(launch(tmp_path, 2, flags | {"wlb_metrics": "fp32"}))
     expected = losses(tmp_path / "fp32")
     half = flags | {"fp16": True, "hysteresis": 1}
@@ -101,16 +101,16 @@ def test_fp16_trains_as_fp32_and_skips_steps_as_megatron_does(
         launch(tmp_path, 2, half | {"initial_loss_scale": 2**16, "wlb_metrics": "small"})
     )
     assert losses(tmp_path / "small") == pytest.approx(expected, rel=2e-3)
-    assert logged(small, "number of skipped iterations") == ["0"] * 6
+    assert logged(small, "number of skipped iterations") == ["0"] * 4
     scale = 2.0**16 / 1024  # of 8 windows of 128 tokens
-    assert [float(s) for s in logged(small, "loss scale")] == [scale] * 6
+    assert [float(s) for s in logged(small, "loss scale")] == [scale] * 4
     large = finish(
         launch(tmp_path, 2, half | {"initial_loss_scale": 2**40, "wlb_metrics": "large"})
     )
     assert "0" not in logged(large, "number of skipped iterations")
     untrained = losses(tmp_path / "large")
     assert untrained[1] == losses(tmp_path / "small")[1]
-    assert untrained[6] > 1.01 * expected[6]
+    assert untrained[4] > 1.01 * expected[4]
 
 
 def test_evaluations_are_of_the_same_documents(

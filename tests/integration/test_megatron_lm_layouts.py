@@ -92,7 +92,7 @@ CASES = [
     further("hold", 2, CP2),
     further("hold", 2, DP2),
     ("hold", 8, PP2_CP2),
-    ("hold", 2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
+    further("hold", 2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
     further("hold", 4, {
         "context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
         "hierarchical_context_parallel_sizes": [2, 2],
@@ -102,10 +102,10 @@ CASES = [
         "ddp_average_in_collective": True, "cuda_graph_impl": "local", "tp_comm_overlap": True,
     }),
     ("two-windows", 2, PP2_VPP2),
-    ("two-windows", 2, {}),
-    ("numbers", 2, PP2),
+    further("two-windows", 2, {}),
+    further("numbers", 2, PP2),
     ("numbers", 2, PP2_VPP2),
-    ("six-layers", 4, PP4 | {
+    further("six-layers", 4, PP4 | {
         "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1,
     }),
     # As Megatron's own recipe has it: the first and the last chunk are without layers.
@@ -118,7 +118,7 @@ CASES = [
     ("latents", 2, CP2 | UP_PROJECTED),
     ("prediction", 2, PP2 | {"pipeline_model_parallel_layout": "Et*3|tmmL"}),
     ("prediction", 2, CP2),
-    ("prediction", 2, DP2 | {"overlap_grad_reduce": True}),
+    further("prediction", 2, DP2 | {"overlap_grad_reduce": True}),
     ("own-loss", 2, CP2),
     # Whole experts on ranks that divide all else.
     ("experts", 2, TP2_SP | {"expert_tensor_parallel_size": 1}),

@@ -82,7 +82,7 @@ def test_recipe_like_deepseek_equals_one_process(tmp_path: Path) -> None:
     assert one["steps"][0]["loss"] != one["steps"][1]["loss"]
 
 
-@pytest.mark.parametrize("spoil", ["document", "weight"])
+@pytest.mark.parametrize("spoil", ["document", further("weight")])
 def test_a_run_that_is_wrong_does_not_equal_one_process(spoil: str, tmp_path: Path) -> None:
     """Negative control: one document is left out of each step, or one weight is another."""
     out = tmp_path / "results.json"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.layouts import some_of
 from helpers.strategy_ranks import strategies_file
 from helpers.texts import write_texts
 from megatron_lm_runs import (
@@ -111,7 +112,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("texts") / "a", 400, 3.5, most=WINDOW)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some_of(MODELS, "dense", "experts"))
 def test_another_strategy_in_each_step_trains_as_one_process(
     model: str, corpus: Path, tmp_path: Path
 ) -> None:

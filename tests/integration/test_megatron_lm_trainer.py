@@ -52,7 +52,7 @@ class Case:
 
 CASES = {
     **{
-        f"original-{name}": Case(num, layout, is_long=name not in ("pp2-vpp2", "dp2"))
+        f"original-{name}": Case(num, layout, is_long=name != "dp2")
         for name, (num, layout) in LAYOUTS.items()
     },
     "original-evaluated": Case(2, PP2 | EVALUATED),
@@ -65,10 +65,13 @@ CASES = {
     "prediction": Case(1, {"mtp_num_layers": 2, "wlb_packing": "hold"} | EVALUATED),
     "slices": Case(1, UNMERGED | EVALUATED, TIGHT),
     "slices-pp2-dp2": Case(
-        4, PP2 | DP2 | UNMERGED | {"overlap_grad_reduce": True}, {"overlap_param_gather": True}
+        4,
+        PP2 | DP2 | UNMERGED | {"overlap_grad_reduce": True},
+        {"overlap_param_gather": True},
+        is_long=True,
     ),
     "slices-cp2-divided": Case(2, CP2 | UNMERGED | {"wlb_slice_cache": "divided"}),
-    "slices-pp2-vpp2": Case(2, PP2_VPP2 | UNMERGED | EVALUATED, TIGHT),
+    "slices-pp2-vpp2": Case(2, PP2_VPP2 | UNMERGED | EVALUATED, TIGHT, is_long=True),
     "slices-uneven": Case(
         4, PP2 | DP2 | UNMERGED | {"num_layers": 6, "decoder_last_pipeline_num_layers": 2}
     ),

@@ -152,6 +152,7 @@ def test_pictures_are_there(out: Path) -> None:
         assert len(picture) > 5000
 
 
+@pytest.mark.long
 def test_second_start_reuses_the_corpus(out: Path) -> None:
     (corpus,) = (out / "corpus").glob("*.idx")
     built = corpus.stat().st_mtime_ns

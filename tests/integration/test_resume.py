@@ -141,6 +141,7 @@ def kill_at_random(
     assert max(losses(metrics)) < NUM_STEPS
 
 
+@pytest.mark.long
 def test_resume_under_torchrun_gives_bitwise_equal_losses(tmp_path: Path, corpus: Path) -> None:
     """PP=2, `hold`, dropout; killed twice: once in the middle of a save, once anywhere."""
     flags = BASE | {"data_path": corpus, "pipeline_model_parallel_size": 2}
