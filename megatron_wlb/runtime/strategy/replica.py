@@ -29,8 +29,8 @@ from megatron_wlb.runtime.strategy.routes import Pull, Push
 class Arena:
     """The weights and gradients of what a rank has of a replica, in one piece of memory.
 
-    Parameters keep their values, and are parts of it from then on. Memory is taken from
-    :meth:`open` to :meth:`close`, so a rank has that of one layout at a time.
+    Parameters keep their values, and are parts of it from then on. It has memory from :meth:`open`
+    to :meth:`close`: a rank has that of one layout at a time.
     """
 
     def __init__(self, parameters: Sequence[Any], dtype: torch.dtype) -> None:

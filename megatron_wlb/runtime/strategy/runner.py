@@ -60,6 +60,7 @@ class StrategyRunner:
         self._num_runs = 0
         self._last: LocalReplica | None = None
         """What ran last, and what it read is not compared yet."""
+        self._opened: LocalReplica | None = None
         rank, world = dist.get_rank(), dist.get_world_size()
         known = of_all_ranks({layout: local.pieces for layout, local in replicas.items()})
         every = [piece for own in known for pieces in own.values() for piece in pieces]
@@ -103,6 +104,14 @@ class StrategyRunner:
         if links.replica is not None:
             links.replica.arena.close()
 
+    def _open(self, local: LocalReplica | None) -> None:
+        """Lets one layout have memory; it keeps it until another one runs."""
+        if self._opened is not local and self._opened is not None:
+            self._opened.arena.close()
+        self._opened = local
+        if local is not None:
+            local.arena.open()
+
     def give(
         self, routes: Routes, tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> None:
@@ -142,8 +151,7 @@ class StrategyRunner:
                 f"{len(self._links)}; plan with those of --wlb-strategies"
             )
         local = links.replica
-        if local is not None:
-            local.arena.open()
+        self._open(local)
         weights = [held.weight for held in local.held] if local else []
         adding = [held.gradient for held in local.held if held.piece.adds] if local else []
         pull = Pull(links.pull, self.store.weights, weights, self.dtype, links.room_bytes)
@@ -162,6 +170,4 @@ class StrategyRunner:
         if push is not None:
             push.finish(self.store.gradients)
             self.store.divide_gradients(plan.num_targets)
-        if local is not None:
-            local.arena.close()
         return reports
