@@ -256,6 +256,13 @@ def _state(data: bytes) -> None:
     planner.next_plan()
 
 
+class _Fields:
+    """An object as torch's metadata of a checkpoint has them."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
 def _archived(data: bytes) -> bytes:
     """A checkpoint's file of such a pickle, or the bytes as they are."""
     if data.startswith(b"PK"):
@@ -355,6 +362,12 @@ def targets() -> dict[str, Target]:
     pickles = tuple(pickle.dumps({**common, "megatron_wlb": sealed}, n) for n in (0, 2, 4, 5))
     holder = json.dumps(asdict(lock.Holder.this()) | {"pid": 1}).encode()
     Path(tracker).write_text("12")
+    Path("placed/iter_0000012").mkdir(parents=True)
+    Path("placed", tracker).write_text("12")
+    archive = _archived(pickles[2])
+    Path("placed/iter_0000012/__0_0.distcp").write_bytes(archive)
+    place = _Fields(relative_path="__0_0.distcp", offset=0, length=len(archive))
+    places = {_Fields(fqn="common_state/shard_0_1"): place, _Fields(fqn="a", index=0): place}
     return {
         "flags": Target(_decoded(lambda text: _settings(text.split("\n"))), WORDS),
         "settings": Target(
@@ -400,6 +413,11 @@ def targets() -> dict[str, Target]:
         "checkpoint": Target(
             lambda _: saved_state.newest_state(Path()), (*pickles, _archived(pickles[1])),
             "iter_0000012/common.pt", _archived,
+        ),
+        "metadata": Target(
+            lambda _: saved_state.newest_state(Path("placed")),
+            tuple(pickle.dumps(_Fields(storage_data=places), n) for n in (2, 4)),
+            "placed/iter_0000012/.metadata",
         ),
         "tracker": Target(lambda _: newest.newest_step(Path()), (b"12\n",), tracker),
         "checksums": Target(

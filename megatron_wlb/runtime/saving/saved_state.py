@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import IO, Any, ClassVar
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.files import open_file
@@ -22,6 +23,10 @@ from megatron_wlb.runtime.saving.newest import folder_of, latest
 
 _FILES = ("common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt")
 """Files by format: ``torch_dist``, then ``torch`` without and with pipeline stages."""
+_METADATA = ".metadata"
+"""Says where in the files of ``torch_dist`` everything is. From megatron-core 0.19 on they have
+what was in ``common.pt``, too, in a list, by the name of :data:`_COMMON`."""
+_COMMON = "common_state/"
 
 
 def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
@@ -33,31 +38,56 @@ def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
     if (step := latest(folder)) is None:
         return None
     checkpoint = folder_of(folder, step)
-    for name in _FILES:
-        if (checkpoint / name).exists():
-            return step, _state(checkpoint / name)
-    raise CheckpointError(f"{checkpoint} has none of {', '.join(_FILES)}; use an intact checkpoint")
+    for name in (*_FILES, _METADATA):
+        path = checkpoint / name
+        if not path.exists():
+            continue
+        try:
+            if name == _METADATA:
+                return step, _state(io.BytesIO(_common(path)))
+            with open_file(path) as file:
+                return step, _state(file)
+        except Exception as error:  # unpickling damaged files raises anything
+            raise CheckpointError(
+                f"{path} has no planner's state that can be read ({shown(error)}); use an intact "
+                "checkpoint"
+            ) from None
+    known = ", ".join((*_FILES, _METADATA))
+    raise CheckpointError(f"{checkpoint} has none of {known}; use an intact checkpoint")
 
 
-def _state(path: Path) -> dict[str, Any]:
-    try:
-        with open_file(path) as file, zipfile.ZipFile(file) as archive:
-            entry = next(one for one in archive.infolist() if one.filename.endswith("data.pkl"))
-            # torch compresses nothing, so that no entry is larger than the file.
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > MAX_RECORD_BYTES:
-                raise ValueError(f"its entry of {entry.file_size} bytes is none of torch's")
-            values = _PlainUnpickler(io.BytesIO(archive.read(entry))).load()
-        text = values["megatron_wlb"] if "megatron_wlb" in values else values["common"]["planner"]
-        return dict(unseal_state(text)["planner"])
-    except Exception as error:  # unpickling damaged files raises anything
-        raise CheckpointError(
-            f"{path} has no planner's state that can be read ({shown(error)}); use an intact "
-            "checkpoint"
-        ) from None
+def _state(file: IO[bytes]) -> dict[str, Any]:
+    with zipfile.ZipFile(file) as archive:
+        entry = next(one for one in archive.infolist() if one.filename.endswith("data.pkl"))
+        # torch compresses nothing, so that no entry is larger than the file.
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > MAX_RECORD_BYTES:
+            raise ValueError(f"its entry of {entry.file_size} bytes is none of torch's")
+        values = _PlainUnpickler(io.BytesIO(archive.read(entry))).load()
+    values = values[0] if isinstance(values, list) else values
+    text = values["megatron_wlb"] if "megatron_wlb" in values else values["common"]["planner"]
+    return dict(unseal_state(text)["planner"])
+
+
+def _common(metadata: Path) -> bytes:
+    """The archive that has the place of ``common.pt``."""
+    with open_file(metadata) as file:
+        known = _FieldsUnpickler(file).load().fields["storage_data"]
+    place = next(
+        place.fields
+        for index, place in known.items()
+        if str(index.fields.get("fqn")).startswith(_COMMON)
+    )
+    name, num_bytes = Path(place["relative_path"]).name, place["length"]
+    with open_file(metadata.with_name(name)) as file:
+        file.seek(place["offset"])
+        return file.read(min(num_bytes, MAX_RECORD_BYTES))
 
 
 class _StandIn:
     """Takes whatever pickle does with an object."""
+
+    fields: Mapping[str, Any] = MappingProxyType({})
+    """What the object's fields were set to, if a reader wants to know."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -111,3 +141,17 @@ _PlainUnpickler.dispatch |= {
 }  # fmt: skip
 for _opcode in (pickle.INST, pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4):
     del _PlainUnpickler.dispatch[_opcode[0]]
+
+
+class _FieldsUnpickler(_PlainUnpickler):
+    """It tells the fields of objects, too."""
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(_PlainUnpickler.dispatch)
+
+    def _build(self) -> None:
+        fields = self.stack.pop()  # type: ignore[attr-defined]
+        if isinstance(fields, dict):
+            self.stack[-1].fields = fields  # type: ignore[attr-defined]
+
+
+_FieldsUnpickler.dispatch[pickle.BUILD[0]] = _FieldsUnpickler._build

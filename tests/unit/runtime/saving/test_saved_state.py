@@ -43,6 +43,27 @@ def test_saved_state_is_read_and_no_code_runs(name: str, of_launcher: bool, tmp_
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_state_among_the_weights_is_read_and_no_code_runs(tmp_path: Path) -> None:
+    """As megatron-core saves from 0.19 on."""
+    import torch
+    from torch.distributed import checkpoint
+
+    text = seal_state({"planner": {"step": 7}, "cost": {}})
+    state = {"megatron_wlb": text, "model": Weights(tmp_path / "touched")}
+    everything = {"a": torch.ones(9), "rng/0": {"b": 1}, "common_state/shard_0_1": [state]}
+    folder = tmp_path / "iter_0000007"
+    planner = checkpoint.DefaultSavePlanner(flatten_state_dict=False)
+    checkpoint.save(everything, checkpoint_id=folder, no_dist=True, planner=planner)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    assert newest_state(tmp_path) == (7, {"step": 7})
+    assert not (tmp_path / "touched").exists()
+
+    (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match=r"\.metadata has no planner's state that can be"):
+        newest_state(tmp_path)
+
+
 def test_folder_without_a_checkpoint_has_no_state(tmp_path: Path) -> None:
     assert newest_state(tmp_path) is None
 
