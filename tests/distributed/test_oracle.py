@@ -136,7 +136,7 @@ def test_oracle_runs_what_could_go_wrong(oracle: Oracle, model: str) -> None:
         assert norm > 1.2 * layout.config.training.clip_grad
         assert all(np.abs(gradient).max() > 0 for gradient in step.gradients.values())
     assert all(np.abs(run.final[name] - w).max() > 1e-3 for name, w in run.initial.items())
-    assert len({step.loss for step in run.steps}) == len(run.steps) >= 3
+    assert len({step.loss for step in run.steps}) == len(run.steps) >= 2
 
 
 def test_scaled_rotations_are_other_models(oracle: Oracle) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import SHARDED, WORKLOAD, Layout, further
+from helpers.layouts import NUM_STEPS, SHARDED, WORKLOAD, Layout, further
 from helpers.oracle import run_oracle
 from helpers.ranks import scatter_for, sliced_for, train
 from helpers.shards import differences
@@ -50,7 +50,7 @@ SLICED = [
 
 
 def compared(gloo: GlooPool, case: Layout, plan_for, *fault) -> list[str]:
-    plans = [plan_for(case.config, OWN, case.world_size, step) for step in range(3)]
+    plans = [plan_for(case.config, OWN, case.world_size, step) for step in range(NUM_STEPS)]
     (expected,) = gloo.run(1, run_oracle, case.config, OWN, plans)
     options = (*(fault or (contextlib.nullcontext,)), plan_for)
     runs = gloo.run(case.world_size, train, case.config, OWN, expected.initial, *options)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import SHARDED, WORKLOAD, Layout, further
+from helpers.layouts import NUM_STEPS, SHARDED, WORKLOAD, Layout, further
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import scatter_for, sliced_for, train
 from helpers.shards import differences
@@ -28,7 +28,7 @@ NO_FAULT = contextlib.nullcontext
 def expected_of(
     gloo: GlooPool, case: Layout, workload: Workload, plan_for=scatter_for
 ) -> OracleRun:
-    plans = [plan_for(case.config, workload, case.world_size, step) for step in range(3)]
+    plans = [plan_for(case.config, workload, case.world_size, step) for step in range(NUM_STEPS)]
     (run,) = gloo.run(1, run_oracle, case.config, workload, plans)
     return run
 
@@ -64,7 +64,7 @@ def test_slices_of_masked_documents_compute_what_one_process_does(
     gloo: GlooPool, case: Layout, workload: Workload
 ) -> None:
     expected = expected_of(gloo, case, workload, sliced_for)
-    plans = [sliced_for(case.config, workload, case.world_size, step) for step in range(3)]
+    plans = [sliced_for(case.config, workload, case.world_size, step) for step in range(NUM_STEPS)]
     assert any(not span.num_targets for plan in plans for m in plan for span in m.spans)
     runs = gloo.run(
         case.world_size, train, case.config, workload, expected.initial, NO_FAULT, sliced_for
@@ -75,7 +75,7 @@ def test_slices_of_masked_documents_compute_what_one_process_does(
 def test_plans_count_what_the_masks_do() -> None:
     case = SLICED[0]
     for workload in (MASKED, BY_SAMPLE):
-        for step in range(3):
+        for step in range(NUM_STEPS):
             plan = sliced_for(case.config, workload, case.world_size, step)
             counted = workload.counted(step)
             assert plan.num_targets == pytest.approx(sum(own.sum() for own in counted))

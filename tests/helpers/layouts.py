@@ -13,12 +13,15 @@ from helpers.workload import make_workload
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
-WORKLOAD = make_workload(
-    [
-        [37, 1, 5, 60, 12, 29, 2, 48, 1, 17, (33, 20), 9, 55, 3],
-        [8, 60, 1, 44, 21, (60, 1, 60, 7), 30, 2, 13],
-    ],
-    vocab_size=59,  # padded to 64 for every layout
+_DOCUMENTS: list[list[int | tuple[int, ...]]] = [
+    [37, 1, 5, 60, 12, 29, 2, 48, 1, 17, (33, 20), 9, 55, 3],
+    [8, 60, 1, 44, 21, (60, 1, 60, 7), 30, 2, 13],
+    [51, 1, 1, (5, 1), 26, 40, 11, 60, 33, 6, 19, 4],
+]
+NUM_STEPS = 2
+WORKLOAD, LONGER = (
+    make_workload(_DOCUMENTS[:num], vocab_size=59)  # padded to 64 for every layout
+    for num in (NUM_STEPS, 3)
 )
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 64 --make-vocab-size-divisible-by 32 "
