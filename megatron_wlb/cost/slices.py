@@ -28,6 +28,8 @@ from megatron_wlb.cost.tape import Operation, Tape
 _TOGETHER = 256
 """Slices whose moments are worked out together, in some MB."""
 
+_NEAR = 64
+"""Moments beside each other that are compared: more than a layer has."""
 
 MLPS, LAYERS = 1, 2
 """What of a micro-batch is recomputed: the dense MLPs of its layers, behind the norm; or all its
@@ -157,10 +159,20 @@ class SliceTape:
     @cached_property
     def _rows(self) -> dict[tuple[bool, bool], Floats]:
         return {
-            (backward, alone): _moments(self.tape, backward, alone, self.in_fp32)
+            (backward, alone): _highest(_moments(self.tape, backward, alone, self.in_fp32))
             for backward in (False, True)
             for alone in (False, True)
         }
+
+
+def _highest(moments: Floats) -> Floats:
+    """Without those beside which one near by is as high in everything: no peak changes."""
+    keep = np.ones(moments.shape[1], dtype=bool)
+    for shift in range(1, _NEAR):
+        before, after = moments[:, :-shift], moments[:, shift:]
+        keep[shift:] &= (after > before).any(axis=0)
+        keep[:-shift] &= (before > after).any(axis=0) | (before == after).all(axis=0)
+    return moments[:, keep]
 
 
 def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> Floats:
