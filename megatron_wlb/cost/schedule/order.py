@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -101,8 +102,15 @@ def sliced(pp_size: int, chains: Sequence[int], vpp_size: int = 1) -> Order:
     go through one chunk after another, and back in the order of their backwards. As in
     :func:`interleaved` all ranks have one sequence of forwards and one of backwards.
 
+    A step's is asked for several times, and kept: it is not to be changed.
+
     Raises :class:`ConfigError` for sizes below 1 or too many passes.
     """
+    return _sliced(pp_size, tuple(chains), vpp_size)
+
+
+@lru_cache(maxsize=8)
+def _sliced(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Order:
     if min(chains, default=0) < 1:
         raise ConfigError(f"chains of {list(chains)} micro-batches; give one, of at least 1 each")
     num = sum(chains)

@@ -91,7 +91,7 @@ class Routes:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Transfer:
     """A bucket on its way."""
 
