@@ -29,6 +29,7 @@ from typing import Any
 
 from _common import parser_of
 from _sections import wrapped
+from fault_matrix import OUTCOMES
 from fuzz import _names as fuzz_targets
 
 from megatron_wlb.errors import run_program
@@ -48,6 +49,8 @@ class Part:
     """Of a script beside this one, and its flags."""
     rows: Callable[[Any], Iterator[Sequence[str]]]
     """The table of a result, its heads first."""
+    says: Callable[[Any], str]
+    """A result in a sentence."""
     grows: bool = False
     """Whether the script keeps its result in a file itself, and goes on there."""
 
@@ -76,6 +79,13 @@ def _steps(found: Any) -> Iterator[Sequence[str]]:
         )  # fmt: skip
 
 
+def _steps_said(found: Any) -> str:
+    documents, restarts, lost, twice = (
+        sum(one[name] for one in found) for name in ("documents", "restarts", "lost", "twice")
+    )
+    return f"**{documents:,} documents, {lost} lost, {twice} twice**, over {restarts} restarts."
+
+
 def _trained(found: Any) -> Iterator[Sequence[str]]:
     yield "steps", "slices", "MiB, third tenth to end", "tensors, second tenth to end", "wrong"
     for one in found:
@@ -86,11 +96,22 @@ def _trained(found: Any) -> Iterator[Sequence[str]]:
         )  # fmt: skip
 
 
+def _trained_said(found: Any) -> str:
+    (one,) = found
+    kept = "a key, a value or a tensor was left" if one["refusal"] else "nothing was left"
+    return f"**{one['steps']:,} steps, {one['slices']:,} slices**, of which {kept}."
+
+
 def _faults(found: Any) -> Iterator[Sequence[str]]:
     yield "fault", "layout", "outcome", "longest end"
     for one in found:
         ended = "" if one["ended_s"] is None else f"{one['ended_s']:.0f} s"
         yield one["case"], one["layout"], one["outcome"], ended
+
+
+def _faults_said(found: Any) -> str:
+    good = sum(one["outcome"] in OUTCOMES[:2] for one in found)
+    return f"**{good} of {len(found)} ended as they should**: resumed equal, or refused clearly."
 
 
 def _fuzzed(found: Any) -> Iterator[Sequence[str]]:
@@ -102,22 +123,30 @@ def _fuzzed(found: Any) -> Iterator[Sequence[str]]:
         )  # fmt: skip
 
 
+def _fuzzed_said(found: Any) -> str:
+    executions = sum(one["executions"] for one in found)
+    findings = sum(len(one["findings"]) for one in found)
+    return f"**{len(found)} targets, {executions:,} executions, {findings} findings.**"
+
+
 def _faults_of(trainer: str, seed: int) -> Part:
     words = ("fault_matrix.py", "--trainers", trainer, "--seed", str(seed), "--minutes", "600")
     said = "the launcher" if trainer == "launcher" else "the small trainer"
-    return Part(f"Faults, {said}, seed {seed}", words, _faults, grows=True)
+    return Part(f"Faults, {said}, seed {seed}", words, _faults, _faults_said, grows=True)
 
 
 PARTS = {
     "steps": Part("Planned steps", ("soak.py", "--steps", "100000", "--seed", "1", "--json"),
-                  _steps),
-    "trained": Part("Trained steps of slices", ("soak.py", "--train", "2000"), _trained),
+                  _steps, _steps_said),
+    "trained": Part("Trained steps of slices", ("soak.py", "--train", "2000"), _trained,
+                    _trained_said),
     "experts": Part("Trained steps of slices with experts",
-                    ("soak.py", "--train", "2000", "--experts"), _trained),
+                    ("soak.py", "--train", "2000", "--experts"), _trained, _trained_said),
     "launcher-1": _faults_of("launcher", 1),
     "launcher-2": _faults_of("launcher", 2),
     "embedded-1": _faults_of("embedded", 1),
-    "fuzz": Part("Fuzzing", ("fuzz.py", "--minutes", "2", "--seed", "1", "--json"), _fuzzed),
+    "fuzz": Part("Fuzzing", ("fuzz.py", "--minutes", "2", "--seed", "1", "--json"), _fuzzed,
+                 _fuzzed_said),
 }  # fmt: skip
 
 
@@ -229,8 +258,7 @@ def page_of(results: dict[str, Result | None]) -> str:
         "",
     ]
     if missing:
-        lines += [f"**Not run yet by this command: {'; '.join(missing)}.** Older results are in "
-                  "[tested.md](tested.md).", ""]  # fmt: skip
+        lines += [f"**Not run yet by this command: {'; '.join(missing)}.**", ""]
     for name, result in results.items():
         part = PARTS[name]
         lines += [f"## {part.title}", ""]
@@ -241,7 +269,7 @@ def page_of(results: dict[str, Result | None]) -> str:
         heads, *rows = part.rows(result.found)
         lines += [
             f"`{command}`, {result.day}, commit `{result.commit}`, {result.machine}, "
-            f"{result.seconds / 60:.0f} minutes, status {result.status}.",
+            f"{result.seconds / 60:.0f} minutes, status {result.status}. {part.says(result.found)}",
             "",
             *(_line(row) for row in (heads, ["---"] * len(heads), *rows)),
             "",
