@@ -112,6 +112,18 @@ def test_replicas_have_their_own_layout_and_one_vocabulary(tmp_path: Path) -> No
         assert -(-100 // multiple) * multiple == 128
 
 
+def test_exchange_has_the_room_that_parameters_leave(tmp_path: Path) -> None:
+    flags = "--wlb-memory-gib 0.25"
+    run = StrategyRun.of(settings(tmp_path, "tp1:256+pp2:256", flags=flags), CORPORA, 4)
+    (strategy,) = run.strategies
+    whole, first, last, idle = (run.room_bytes(strategy, rank) for rank in range(4))
+    assert whole < last < first < idle < 2**28  # the last stage has the final norm, too
+    (alone, _), (stages, _) = run.candidates[0].groups
+    # Weights and gradients, in fp32.
+    assert idle - whole == 8 * alone.memory.num_parameters(0)
+    assert idle - last == 8 * stages.memory.num_parameters(1)
+
+
 def test_proposed_strategies_can_run() -> None:
     flags = "--mock-data --vocab-size 100 --group-query-attention --num-query-groups 1"
     config = parse([*MODEL.split(), *flags.split(), "--wlb-strategies", "auto"])
