@@ -166,7 +166,7 @@ class SliceTape:
 
 
 def _highest(moments: Floats) -> Floats:
-    """Without those beside which one near by is as high in everything: no peak changes."""
+    """Leaves out moments beside which one near by is as high in everything: no peak changes."""
     keep = np.ones(moments.shape[1], dtype=bool)
     for shift in range(1, _NEAR):
         before, after = moments[:, :-shift], moments[:, shift:]

@@ -146,25 +146,31 @@ class StrategySpace(Devices):
                 costs[kind] = self._given[kind] = self._given.get(kind) or self._limited(*kind)
         times = self.exchange(strategy)
         if not self.overlap:
-            apart_us = float(times.pull_us.max() + times.push_us.max())
+            apart_us = times.apart_us + float(times.pull_us.max() + times.push_us.max())
             return Candidate(strategy, costs, times.update_us + apart_us)
-        given = self.store.shard_elements * len(strategy.replicas)
-        apart_us, beside_us = 0.0, []
-        for replica in strategy.replicas:
-            own = costs[replica.kind]
-            moved = given + (own.memory.num_parameters(0) if own.memory else 0)
-            # What memory does not hold at once goes before or behind all passes.
-            sizes = self.store.weight_bytes, self.store.gradient_bytes
-            held = [min(1.0, own.room_bytes(0) / (size * moved)) for size in sizes]
-            both = times.pull_us, times.push_us
-            both_us = [float(us[list(replica.ranks)].max()) for us in both]
-            beside_us.append([share * us for share, us in zip(held, both_us, strict=True)])
-            apart_us = max(apart_us, sum(both_us) - sum(beside_us[-1]))
-        pull_us, push_us = zip(*beside_us, strict=True)
-        return Candidate(strategy, costs, times.update_us + apart_us, pull_us, push_us)
+        pull_us, push_us = (
+            tuple(float(us[list(replica.ranks)].max()) for replica in strategy.replicas)
+            for us in (times.pull_us, times.push_us)
+        )
+        return Candidate(strategy, costs, times.update_us + times.apart_us, pull_us, push_us)
 
     def exchange(self, strategy: Strategy) -> ExchangeTimes:
-        return self.store.times(strategy, self.hardware)
+        """What the exchange of a strategy with known costs takes. What memory does not hold at once
+        goes before or behind the passes.
+        """
+        times = self.store.times(strategy, self.hardware)
+        given = self.store.shard_elements * len(strategy.replicas)
+        sizes = self.store.weight_bytes, self.store.gradient_bytes
+        held = np.ones((2, self.num_devices))
+        for kind, numbers in strategy.kinds.items():
+            own = self.costs.get(kind) or self._given[kind]
+            for stage, (at, size) in product(range(own.scheme.pp_size), enumerate(sizes)):
+                ranks = [rank for n in numbers for rank in strategy.replicas[n].stages[stage]]
+                held[at, ranks] = own.held(stage, given, size)
+        whole_us = np.array([times.pull_us, times.push_us])
+        pull_us, push_us = held * whole_us
+        apart_us = float((whole_us.sum(axis=0) - pull_us - push_us).max())
+        return replace(times, pull_us=pull_us, push_us=push_us, apart_us=apart_us)
 
     def equal(self, costs: ReplicaCosts) -> Candidate:
         """The strategy of as many such replicas as there is room for."""

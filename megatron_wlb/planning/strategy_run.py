@@ -217,9 +217,9 @@ class StrategyRun:
         """What the exchange may take of a rank's memory in steps of a strategy."""
         candidate = self.candidates[self.strategies.index(strategy)]
         for replica in strategy.replicas:
-            if rank in replica.ranks:
-                pp_rank = replica.ranks.index(rank) * replica.scheme.pp_size // len(replica.ranks)
-                return candidate.costs[replica.kind].room_bytes(pp_rank)
+            for pp_rank, ranks in enumerate(replica.stages):
+                if rank in ranks:
+                    return candidate.costs[replica.kind].room_bytes(pp_rank)
         return min(costs.room_bytes(None) for costs, _ in candidate.groups)
 
     def planner(self, corpora: Corpora, split: str = "train") -> StrategyPlanner:

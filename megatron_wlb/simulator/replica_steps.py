@@ -87,18 +87,13 @@ class StrategySimulator:
                     stop_us = _pushed_us(line.timeline, replica, times, num)
                     end_us = max(end_us, wait_us + stop_us)
             exchange_us = end_us - done.propagation_us
+        exchange_us += times.apart_us
         return replace(done, exchange_us=exchange_us, update_us=times.update_us)
 
     def _replica(self, plan: StepPlan, number: int) -> StepTimeline | None:
         assert plan.strategy is not None
         alone, kind = plan.alone(number), plan.strategy.replicas[number].kind
         return self._simulators[kind].step(alone) if any(alone.micro_batches) else None
-
-
-def _stages(replica: Replica) -> list[list[int]]:
-    """The ranks of each pipeline rank."""
-    inner = replica.scheme.tp_size * replica.scheme.cp_size
-    return [list(replica.ranks[at : at + inner]) for at in range(0, len(replica.ranks), inner)]
 
 
 def _waits_us(line: Timeline, replica: Replica, times: ExchangeTimes, num_layers: int) -> float:
@@ -108,7 +103,7 @@ def _waits_us(line: Timeline, replica: Replica, times: ExchangeTimes, num_layers
     when only that is left to run.
     """
     wait_us = 0.0
-    for ranks, intervals in zip(_stages(replica), line.intervals, strict=True):
+    for ranks, intervals in zip(replica.stages, line.intervals, strict=True):
         pull_us, first = float(times.pull_us[ranks].max()), intervals[0]
         each_us = (first.stop_us - first.start_us) / num_layers
         wait_us = max(
@@ -122,7 +117,7 @@ def _waits_us(line: Timeline, replica: Replica, times: ExchangeTimes, num_layers
 def _pushed_us(line: Timeline, replica: Replica, times: ExchangeTimes, num_layers: int) -> float:
     """When the last gradients are pushed: they come evenly over each rank's last backward."""
     stop_us = 0.0
-    for ranks, intervals in zip(_stages(replica), line.intervals, strict=True):
+    for ranks, intervals in zip(replica.stages, line.intervals, strict=True):
         push_us, last = float(times.push_us[ranks].max()), intervals[-1]
         first_us = last.start_us + (last.stop_us - last.start_us) / num_layers
         stop_us = max(stop_us, first_us + push_us, last.stop_us + push_us / num_layers)

@@ -175,7 +175,7 @@ def judge(
                 alone_us.get(at),
                 sum(us for _, _, us, _ in own_steps),
                 sum(us for *_, us in own_steps),
-                float(times.pull_us.max() + times.push_us.max()),
+                float(times.pull_us.max() + times.push_us.max() + times.apart_us),
                 _uses(candidate, [(steps[n], found) for n, found, _, _ in own_steps]),
             )
         )

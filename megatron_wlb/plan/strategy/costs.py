@@ -98,6 +98,15 @@ class ReplicaCosts:
         state = self.memory.state_bytes(pp_rank or 0)
         return self.limit_bytes - (state.optimizer if pp_rank is None else state.total)
 
+    def held(self, pp_rank: int, given: int, element_bytes: int) -> float:
+        """The share of a rank's exchange that its memory holds at once, where so many elements of
+        others are ``given``, too.
+        """
+        if self.memory is None:
+            return 1.0
+        num_bytes = element_bytes * (given + self.memory.num_parameters(pp_rank))
+        return min(1.0, self.room_bytes(pp_rank) / num_bytes)
+
     @cached_property
     def micro_batch_us(self) -> float:
         """What a micro-batch takes on a pipeline rank besides its documents, at most."""

@@ -155,6 +155,12 @@ class Replica:
         """What replicas have in common that can change places."""
         return self.scheme, self.max_tokens
 
+    @property
+    def stages(self) -> list[list[int]]:
+        """The ranks of each pipeline rank."""
+        inner = len(self.ranks) // self.scheme.pp_size
+        return [list(self.ranks[at : at + inner]) for at in range(0, len(self.ranks), inner)]
+
 
 @dataclass(frozen=True)
 class Strategy:

@@ -48,6 +48,8 @@ class ExchangeTimes:
     pull_us: Floats
     push_us: Floats
     update_us: float
+    apart_us: float = 0.0
+    """Time besides, in which no pass runs."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class ParameterStore:
             for stage, (sizes, parts) in product(range(scheme.pp_size), divided):
                 if not sizes:
                     continue
-                users = list(replica.ranks[stage * inner : (stage + 1) * inner])
+                users = replica.stages[stage]
                 layers = self._layers(scheme.pp_size, scheme.vpp_size, stage)
                 part_of = np.arange(inner) % parts
                 for size, count in Counter(sizes[layer] for layer in layers).items():

@@ -100,10 +100,6 @@ class _Transfer:
     got: torch.Tensor
     sent: torch.Tensor
 
-    @property
-    def num_bytes(self) -> int:
-        return self.got.nbytes + self.sent.nbytes
-
 
 class Pull:
     """Elements on their way from their owners to those who use them.
@@ -218,7 +214,7 @@ class Push:
 
 
 def _alive_bytes(transfers: Iterable[_Transfer]) -> int:
-    return sum(one.num_bytes for one in transfers)
+    return sum(one.got.nbytes + one.sent.nbytes for one in transfers)
 
 
 def _joined(parts: Sequence[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,14 @@ def test_short_exchange_is_hidden_but_for_a_layer_at_the_ends() -> None:
     assert line.exchange_us == pytest.approx(80 / 8 + 160 / 8)
 
 
+def test_exchange_that_runs_beside_no_pass_adds_to_the_step() -> None:
+    times = ExchangeTimes(np.full(16, 80.0), np.full(16, 160.0), 70.0, apart_us=1234.0)
+    for overlap in (False, True):
+        without = simulate(MIXED, 80.0, 160.0, overlap=overlap)
+        line = StrategySimulator(COSTS, lambda _: times, overlap=overlap).step(MIXED)
+        assert line.step_us == pytest.approx(without.step_us + 1234.0)
+
+
 def test_long_exchange_is_waited_for() -> None:
     short, long = (simulate(MIXED, us, us, overlap=True) for us in (1e2, 1e6))
     assert 0 < short.exchange_us < 100 < 1e6 < long.exchange_us
