@@ -84,13 +84,20 @@ class Buckets:
     def place(self, strategies: Sequence[Sequence[Sequence[Piece]]]) -> None:
         """Gives parts to ranks that use them in most strategies: ``[strategies][ranks][pieces]``.
 
-        Of buckets of one size each rank keeps equally many parts, so that all keep as much.
+        Of buckets of one size each rank keeps equally many parts, so that all keep as much. Of one
+        bucket it keeps no more than its share where most ranks use it, so that no more gradients
+        come to it at a time than the bucket has.
         """
         used: dict[tuple[int, int], list[Run]] = defaultdict(list)
+        most = [self.num_ranks] * len(self.sizes)
         for ranks in strategies:
+            users: dict[int, set[int]] = defaultdict(set)
             for rank, pieces in enumerate(ranks):
                 for piece in pieces:
                     used[piece.whole.bucket, rank] += self.runs(piece)
+                    users[piece.whole.bucket].add(rank)
+            for bucket, some in users.items():
+                most[bucket] = min(most[bucket], self.num_ranks // len(some))
         left = {size: np.full(self.num_ranks, num) for size, num in Counter(self.sizes).items()}
         for bucket, size in enumerate(self.sizes):
             edges = np.array([self.part(bucket, at)[0] for at in range(self.num_ranks + 1)])
@@ -101,12 +108,15 @@ class Buckets:
                     starts, lengths = np.array([run[:2] for run in runs]).T
                     reached = np.clip(edges, starts[:, None], (starts + lengths)[:, None])
                     wanted[:, rank] = np.diff(reached, axis=1).sum(axis=0)
-            room = left[size]
+            room, kept = left[size], np.zeros(self.num_ranks, dtype=np.int64)
             for at, uses in enumerate(wanted):
                 by_use = uses * (len(self.sizes) + 1) + room  # of equal ones that with most room
-                owner = int(np.where(room > 0, by_use, -1).argmax())
+                above = by_use.max() + 1
+                by_use -= above * ((kept >= most[bucket]) + 2 * (room == 0))
+                owner = int(by_use.argmax())
                 self.owners[bucket][at] = owner
                 room[owner] -= 1
+                kept[owner] += 1
 
     def part(self, bucket: int, at: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a part of a bucket."""

@@ -150,6 +150,12 @@ def test_parts_of_stages_lie_with_the_ranks_that_run_them() -> None:
     buckets.place([[stages[0], stages[1], stages[0], stages[1]]])
     sizes = [[len(buckets.parts(bucket, rank)) for rank in range(4)] for bucket in range(4)]
     assert sizes == [[2, 0, 2, 0], [2, 0, 2, 0], [0, 2, 0, 2], [0, 2, 0, 2]]
+    # With four replicas of one stage, too, two parts would be given to four ranks at a time.
+    whole = [*stages[0], *stages[1]]
+    buckets.place([[stages[0], stages[1], stages[0], stages[1]], [whole] * 4])
+    given = [Routes(buckets, [whole] * 4, rank).num_given(bucket)
+             for rank in range(4) for bucket in range(4)]  # fmt: skip
+    assert all(sum(own) == buckets.sizes[0] for own in given)
 
 
 def test_tensors_divided_along_two_axes_are_refused() -> None:
