@@ -10,9 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, ClassVar
 
 from megatron_wlb.errors import CheckpointError
@@ -72,21 +71,16 @@ def _common(metadata: Path) -> bytes:
     """The archive that has the place of ``common.pt``."""
     with open_file(metadata) as file:
         known = _FieldsUnpickler(file).load().fields["storage_data"]
-    place = next(
-        place.fields
-        for index, place in known.items()
-        if str(index.fields.get("fqn")).startswith(_COMMON)
-    )
-    name, num_bytes = Path(place["relative_path"]).name, place["length"]
-    with open_file(metadata.with_name(name)) as file:
-        file.seek(place["offset"])
-        return file.read(min(num_bytes, MAX_RECORD_BYTES))
+    at = next(at.fields for own, at in known.items() if own.fields["fqn"].startswith(_COMMON))
+    with open_file(metadata.with_name(Path(at["relative_path"]).name)) as file:
+        file.seek(at["offset"])
+        return file.read(min(at["length"], MAX_RECORD_BYTES))
 
 
 class _StandIn:
     """Takes whatever pickle does with an object."""
 
-    fields: Mapping[str, Any] = MappingProxyType({})
+    fields: Any = None
     """What the object's fields were set to, if a reader wants to know."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...

@@ -144,10 +144,7 @@ class Pull:
         routes = self._routes
         spans = [span for user in routes.given[bucket] for span in user]
         sent = _joined([shard[start:stop] for start, stop in spans], shard).to(dtype)
-        num_taken = routes.taken[bucket]
-        got = sent.new_empty(sum(num_taken))
-        work = dist.all_to_all_single(got, sent, num_taken, routes.num_given(bucket), async_op=True)
-        return _Transfer(bucket, work, got, sent)
+        return _begun(bucket, sent, routes.num_given(bucket), routes.taken[bucket])
 
     @torch.no_grad()
     def _take(self, one: _Transfer) -> None:
@@ -199,9 +196,7 @@ class Push:
         empty = torch.empty(0, device=torch.cuda.current_device())
         sent = routes.by_owner(bucket, _joined([view.reshape(-1) for view in views], empty))
         num_given = routes.num_given(bucket)
-        got = sent.new_empty(sum(num_given))
-        work = dist.all_to_all_single(got, sent, num_given, routes.taken[bucket], async_op=True)
-        self._going.append(_Transfer(bucket, work, got, sent))
+        self._going.append(_begun(bucket, sent, routes.taken[bucket], num_given))
         self._next -= 1
 
     @torch.no_grad()
@@ -211,6 +206,15 @@ class Push:
         parts = torch.split(one.got, [stop - start for start, stop in spans])
         for (start, stop), values in zip(spans, parts, strict=True):
             shards[one.bucket][start:stop] += values
+
+
+def _begun(
+    bucket: int, sent: torch.Tensor, sizes: Sequence[int], coming: Sequence[int]
+) -> _Transfer:
+    """Starts to send ``sizes`` elements to each rank, and to receive those ``coming`` of each."""
+    got = sent.new_empty(sum(coming))
+    work = dist.all_to_all_single(got, sent, coming, sizes, async_op=True)
+    return _Transfer(bucket, work, got, sent)
 
 
 def _alive_bytes(transfers: Iterable[_Transfer]) -> int:
