@@ -23,12 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, repeat
+from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_wlb.cost.schedule.graph import graph_of
+from megatron_wlb.cost.schedule.graph import Floats, graph_of
 from megatron_wlb.errors import CheckpointError, PackingError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan, Units
 from megatron_wlb.plan.sharding.select import Selector
@@ -108,14 +109,11 @@ class Assigner:
         return best.assignment(step)
 
 
-def assign(step: StepDocuments, candidate: Candidate, *, fewest: bool = False) -> Assignment | None:
-    """Assigns documents to one candidate; None where it does not take the longest.
-
-    ``fewest`` packs micro-batches as long as memory holds, for comparison.
-    """
+def assign(step: StepDocuments, candidate: Candidate) -> Assignment | None:
+    """Assigns documents to one candidate; None where it does not take the longest."""
     if step.longest > candidate.strategy.max_tokens:
         return None
-    draft = _assign(step, candidate, math.inf, fewest=fewest)
+    draft = _assign(step, candidate, math.inf)
     assert draft is not None
     return draft.assignment(step)
 
@@ -146,9 +144,7 @@ class _Draft:
         )
 
 
-def _assign(
-    step: StepDocuments, candidate: Candidate, limit_us: float, *, fewest: bool = False
-) -> _Draft | None:
+def _assign(step: StepDocuments, candidate: Candidate, limit_us: float) -> _Draft | None:
     """Both stages. None where the step takes longer than the limit."""
     limit_us -= candidate.fixed_us
     documents = dispatch(step, candidate, limit_us)
@@ -166,30 +162,17 @@ def _assign(
     for _, costs, busy in sorted(work, key=lambda one: -one[0]):
         if floor_us >= limit_us:
             return None
-        own_documents = [documents[number] for number in busy]
-        exchange = _exchange_us(candidate, busy)
+        given, exchange_us = [documents[number] for number in busy], candidate.exchange_us(busy)
         if isinstance(costs, SlicedCosts):
-            found = _sliced(step, costs, own_documents, exchange)
+            sizes = [[step.sizes[n] for n in own] for own in given]
+            times_us = map(costs.step_us, sizes, *exchange_us.tolist())
+            found = [_Packed(us, [own]) for us, own in zip(times_us, given, strict=True)]
         else:
-            found = pack(step, costs, own_documents, floor_us, exchange=exchange, fewest=fewest)
+            found = pack(step, costs, given, floor_us, exchange_us)
         for number, own in zip(busy, found, strict=True):
             packed[number] = own
             floor_us = max(floor_us, own.us)
     return _Draft(candidate, packed) if floor_us < limit_us else None
-
-
-def _sliced(
-    step: StepDocuments,
-    costs: SlicedCosts,
-    replicas: Sequence[list[int]],
-    exchange: Sequence[tuple[float, float]],
-) -> list[_Packed]:
-    """The time of replicas that cut their documents."""
-    found = []
-    for own, (pull_us, push_us) in zip(replicas, exchange or repeat((0.0, 0.0)), strict=False):
-        us = costs.step_us([step.sizes[n] for n in own], pull_us, push_us)
-        found.append(_Packed(us, [own]))
-    return found
 
 
 def _least_us(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int]) -> float:
@@ -198,39 +181,21 @@ def _least_us(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int]
     return float(work_us) + costs.micro_batch_us * (not costs.warm_up)
 
 
-def _numbers(
-    step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int], *, fewest: bool = False
-) -> list[int]:
-    """Numbers of micro-batches of one replica to try."""
-    times_us = step.us(costs)[documents]
-    return numbers_to_try(
-        costs,
-        total_us=float(times_us.sum()),
-        longest_us=float(times_us[0]),
-        num_tokens=int(step.lengths[documents].sum()),
-        num_documents=len(documents),
-        fewest=fewest,
-    )
-
-
 def numbers_to_try(
-    costs: ReplicaCosts,
-    *,
-    total_us: float,
-    longest_us: float,
-    num_tokens: int,
-    num_documents: int,
-    fewest: bool = False,
+    costs: ReplicaCosts, times_us: Floats, lengths: npt.NDArray[np.int64], dp_size: int = 1
 ) -> list[int]:
-    """Numbers of micro-batches to try of documents that take so long, the most promising first.
+    """Numbers of micro-batches to try of each of so many equal replicas, the most promising first.
+    ``times_us`` and ``lengths`` are those of all their documents, the longest first.
 
     By ``Σ + (PP - 1) / VPP · max``, whose maximum is at least the mean and the longest document.
     From V = Σ ÷ longest on only simulation tells them apart, so they stand apart by a quarter.
     """
+    total_us, longest_us = float(times_us.sum()) / dp_size, float(times_us[0])
+    num_tokens, num_documents = -(-int(lengths.sum()) // dp_size), -(-len(lengths) // dp_size)
     least = max(1, -(-num_tokens // costs.max_tokens))
     most = max(least, min(num_documents, num_tokens // costs.least_tokens))
     unit = costs.number_multiple
-    if costs.scheme.pp_size == 1 or fewest:
+    if costs.scheme.pp_size == 1:
         return [_round_up(least, unit)]
     each_us = costs.micro_batch_us
 
@@ -264,16 +229,15 @@ def pack(
     costs: ReplicaCosts,
     replicas: Sequence[list[int]],
     floor_us: float,
-    *,
-    exchange: Sequence[tuple[float, float]] = (),
-    fewest: bool = False,
+    exchange_us: Floats | None = None,
 ) -> list[_Packed]:
     """Packs each replica's documents, with the number of micro-batches that is fastest.
 
     Only replicas that the step may wait for are tried with other numbers: ``floor_us`` is less
-    than the step takes.
+    than the step takes. ``exchange_us`` is ``[2, replicas]``: what weights and gradients take.
     """
-    tries = [_numbers(step, costs, own, fewest=fewest) for own in replicas]
+    times_us, lengths = step.us(costs), step.lengths
+    tries = [numbers_to_try(costs, times_us[own], lengths[own]) for own in replicas]
     best: list[_Packed | None] = [None] * len(replicas)
     for turn in range(MOST_TRIES):
         enough_us = floor_us * (1 + WORTH)
@@ -286,8 +250,8 @@ def pack(
         if not due:
             break
         for some in due.values():
-            pairs = [exchange[at] if exchange else (0.0, 0.0) for at, _ in some]
-            for (at, bins), us in zip(some, replica_us(step, costs, some, pairs), strict=True):
+            own_us = None if exchange_us is None else exchange_us[:, [at for at, _ in some]]
+            for (at, bins), us in zip(some, replica_us(step, costs, some, own_us), strict=True):
                 known = best[at]
                 if known is None or us < known.us:
                     best[at] = _Packed(us, bins)
@@ -314,18 +278,11 @@ def bins_of(step: StepDocuments, costs: ReplicaCosts, documents: list[int], numb
     return [bins[at] for at in (*order[::2], *order[1::2][::-1])]
 
 
-def _exchange_us(candidate: Candidate, numbers: Sequence[int]) -> list[tuple[float, float]]:
-    """Pull and push of some replicas; nothing where no pass hides them."""
-    if not candidate.pull_us:
-        return []
-    return [(candidate.pull_us[number], candidate.push_us[number]) for number in numbers]
-
-
 def replica_us(
     step: StepDocuments,
     costs: ReplicaCosts,
     some: Sequence[tuple[int, Numbers]],
-    exchange: Sequence[tuple[float, float]],
+    exchange_us: Floats | None = None,
 ) -> list[float]:
     """Simulated times of replicas with equally many micro-batches, together."""
     scheme, number = costs.scheme, len(some[0][1])
@@ -342,11 +299,11 @@ def replica_us(
     graph = graph_of(scheme.pp_size, scheme.vpp_size, number, costs.group_size)
     p2p_us = costs.costs.p2p_us(padded).reshape(len(some), number)
     done = graph.step_us(np.moveaxis(times_us, 2, 3), p2p_us.T)
-    # The first stage runs first and last: the first forward hides the pull, the last backward the
-    # push.
-    pull_us, push_us = np.array(exchange).T
-    done = done + costs.waits_us(pull_us, times_us[0, 0, :, 0])
-    done = done + costs.waits_us(push_us, times_us[1, 0, :, -1])
+    if exchange_us is not None:
+        # The first stage runs first and last: the first forward hides the pull, the last backward
+        # the push.
+        beside_us = np.array([times_us[0, 0, :, 0], times_us[1, 0, :, -1]])
+        done = done + costs.waits_us(exchange_us, beside_us).sum(axis=0)
     result: list[float] = np.atleast_1d(done).tolist()
     return result
 

@@ -56,6 +56,12 @@ class Candidate:
         """Replicas that are alike, those for the longest documents first."""
         return [(self.costs[kind], numbers) for kind, numbers in self.strategy.kinds.items()]
 
+    def exchange_us(self, numbers: Sequence[int]) -> Floats:
+        """``[2, numbers]``: what weights and gradients of some replicas take beside passes."""
+        if not self.pull_us:
+            return np.zeros((2, len(numbers)))
+        return np.array([self.pull_us, self.push_us])[:, numbers]
+
 
 class StepDocuments:
     """The documents of a step, the longest first, and what they take on each kind of replica."""

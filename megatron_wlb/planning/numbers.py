@@ -102,18 +102,10 @@ class NumberChooser:
 
     def _numbers(self, step: StepDocuments) -> list[int]:
         """Numbers of micro-batches of a rank to try."""
-        times_us, dp_size = step.us(self._costs), self._dp_size
-        return numbers_to_try(
-            self._costs,
-            total_us=float(times_us.sum()) / dp_size,
-            longest_us=float(times_us[0]),
-            num_tokens=-(-int(step.lengths.sum()) // dp_size),
-            num_documents=-(-len(times_us) // dp_size),
-        )
+        return numbers_to_try(self._costs, step.us(self._costs), step.lengths, self._dp_size)
 
     def _step_us(self, step: StepDocuments, ranks: Sequence[Numbers]) -> float:
-        nothing = [(0.0, 0.0)] * len(ranks)
-        return max(replica_us(step, self._costs, list(enumerate(ranks)), nothing))
+        return max(replica_us(step, self._costs, list(enumerate(ranks))))
 
     def deal(self, step: StepDocuments, number: int) -> list[Numbers] | None:
         """The documents in so many micro-batches a rank; None where these are too long."""

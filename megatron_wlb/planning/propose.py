@@ -55,8 +55,6 @@ class StrategySpace(Devices):
     The vocabulary is padded for every TP.
     """
 
-    overlap: bool = True
-    """Whether parameters are exchanged beside the passes."""
     ep_size: int = 1
     etp_size: int | None = None
     """How far experts are divided in replicas that have so many ranks
@@ -145,9 +143,6 @@ class StrategySpace(Devices):
             if kind not in costs:
                 costs[kind] = self._given[kind] = self._given.get(kind) or self._limited(*kind)
         times = self.exchange(strategy)
-        if not self.overlap:
-            apart_us = times.apart_us + float(times.pull_us.max() + times.push_us.max())
-            return Candidate(strategy, costs, times.update_us + apart_us)
         pull_us, push_us = (
             tuple(float(us[list(replica.ranks)].max()) for replica in strategy.replicas)
             for us in (times.pull_us, times.push_us)
@@ -321,7 +316,6 @@ def relaxed(
     """
     edges = _edges(priced, lengths)
     sizes = np.array([costs.scheme.num_ranks for costs in priced])
-    stops = np.searchsorted(lengths, edges, side="right")
     values, counts = np.unique(lengths, return_counts=True)
     at_edges = np.searchsorted(values, edges, side="right")
     # [schemes, 1 + E]: ranks · µs of all documents up to each edge.
@@ -354,7 +348,6 @@ def relaxed(
                 best[n], how[n] = least[n], (start, scheme, int(at[n]))
         times.append(best)
         chosen.append(how)
-    assert stops[-1] == len(lengths)
     found = []
     for stop in range(len(edges), 0, -1):
         shares: dict[int, float] = {}
@@ -403,11 +396,8 @@ def _rounded_strategies(space: StrategySpace, lengths: npt.NDArray[np.int64]) ->
         for counts in _rounded(numbers, sizes, space.num_devices):
             if not counts[0]:
                 continue  # Nothing would take the longest documents.
-            kinds = [
-                share.costs.kind
-                for share, count in zip(shares, counts, strict=True)
-                for _ in range(count)
-            ]
+            pairs = zip(shares, counts, strict=True)
+            kinds = [share.costs.kind for share, count in pairs for _ in range(count)]
             key = tuple(names[kind] for kind in kinds)
             if kinds and key not in seen:
                 seen.add(key)
@@ -439,7 +429,4 @@ def _rounded(
 
 
 def _powers(most: int) -> Iterator[int]:
-    size = 1
-    while size <= most:
-        yield size
-        size *= 2
+    return (1 << n for n in range(most.bit_length()))

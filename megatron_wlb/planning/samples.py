@@ -256,8 +256,7 @@ def _step_us(step: StepDocuments, costs: ReplicaCosts, ranks: Sequence[Numbers])
     for at, bins in enumerate(ranks):
         by_number.setdefault(len(bins), []).append((at, bins))
     by_number.pop(0, None)
-    nothing = [(0.0, 0.0)] * len(ranks)
-    return max(max(replica_us(step, costs, own, nothing[: len(own)])) for own in by_number.values())
+    return max(max(replica_us(step, costs, own)) for own in by_number.values())
 
 
 def _together(

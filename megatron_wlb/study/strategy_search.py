@@ -139,10 +139,7 @@ def judge(
     """Simulates steps with the proposal's strategies, and with its best equal layout."""
     candidates, base = proposal.candidates, proposal.best_equal
     assigner = Assigner(candidates)
-    simulators = {
-        id(c): StrategySimulator(c.costs, space.exchange, overlap=space.overlap)
-        for c in (*candidates, base)
-    }
+    simulators = {id(c): StrategySimulator(c.costs, space.exchange) for c in (*candidates, base)}
 
     def simulated(number: int, found: Assignment) -> StrategyTimeline:
         plan = step_plan(number, steps[number], found)

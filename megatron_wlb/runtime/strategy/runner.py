@@ -80,13 +80,11 @@ class StrategyRunner:
         self._links = {}
         for strategy in strategies:
             users = used[strategy.key]
-            own: tuple[int | None, LocalReplica | None] = None, None
-            for number, replica in enumerate(strategy.replicas):
-                if rank in replica.ranks:
-                    own = number, replicas[replica.layout]
+            number = next((n for n, r in enumerate(strategy.replicas) if rank in r.ranks), None)
             adding = [[piece for piece in pieces if piece.adds] for pieces in users]
             self._links[strategy.key] = _Links(
-                *own,
+                number,
+                None if number is None else replicas[strategy.replicas[number].layout],
                 room_bytes(strategy, rank),
                 Routes(self.buckets, users, rank),
                 Routes(self.buckets, adding, rank),

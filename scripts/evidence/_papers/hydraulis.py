@@ -196,6 +196,12 @@ def printed_layout(case: Case, hardware: str = HARDWARE) -> Candidate:
     return space.equal(space.price(Scheme.parse(text)))
 
 
+def _packed_full(candidate: Candidate) -> Candidate:
+    """The same, whose micro-batches are as long as memory holds."""
+    full = {k: replace(one, least_tokens=one.max_tokens) for k, one in candidate.costs.items()}
+    return replace(candidate, costs=full)
+
+
 @lru_cache(maxsize=64)
 def studied(case: Case, seed: int, steps: int, hardware: str) -> StrategyStudy:
     """Strategies proposed from one draw of documents, judged on another."""
@@ -298,7 +304,7 @@ def ablation(case: Case, effort: Effort) -> list[Stage]:
     static = proposal.candidates[0]
     ways: dict[str, Callable[[StepDocuments], Assignment | None]] = {
         "equal layout, dispatched, packed to the maximum": partial(
-            assign, candidate=base, fewest=True
+            assign, candidate=_packed_full(base)
         ),
         "micro-batches by time": partial(assign, candidate=base),
         "one strategy for all steps": partial(assign, candidate=static),

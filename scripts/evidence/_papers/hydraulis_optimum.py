@@ -337,7 +337,7 @@ def one_step(
     (ours_packed,) = pack(step, costs, [documents], 0.0)
     same = _ideal_bins(step, costs, documents, ours_packed.bins, limit)
     solved_us, same_us = (
-        replica_us(step, costs, [(0, _in_order(step, costs, bins))], [(0.0, 0.0)])[0]
+        replica_us(step, costs, [(0, _in_order(step, costs, bins))])[0]
         for bins in (packed.documents, same.documents)
     )
     return Step(

@@ -217,7 +217,7 @@ def test_time_of_the_exchange_counts() -> None:
 
 def number_us(step: StepDocuments, costs: ReplicaCosts, every: list[int], number: int) -> float:
     some = [(0, assign.bins_of(step, costs, every, number))]
-    return assign.replica_us(step, costs, some, [(0.0, 0.0)])[0]
+    return assign.replica_us(step, costs, some)[0]
 
 
 def test_number_of_micro_batches_is_what_simulation_finds_best() -> None:
