@@ -24,9 +24,10 @@ from megatron_lm_runs import (
     run_without_launcher,
     validations,
 )
-from trainer_runs import losses, read_metrics
+from trainer_runs import losses, read_metrics, start
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.measure_cost import main as measure_cost
 
 pytestmark = needs_megatron_lm
 
@@ -177,3 +178,27 @@ def test_killed_run_goes_on_under_other_strategies_and_without_any(
     stock |= same | weights | {"data_path": corpus, "wlb_hardware": None}
     (loss,) = map(float, logged(finish(run_without_launcher(tmp_path, 1, stock)), "lm loss"))
     assert loss < expected[2] - 0.3, "weights of the last step, not first ones"
+
+
+@pytest.mark.long
+def test_strategies_are_proposed_by_tables_that_each_layout_measured(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Only layouts with a table are proposed, and one process trains the same."""
+    flags = FLAGS | {"data_path": corpus}
+    model = BOTH | {"num_layers": 6, "num_attention_heads": 4, "data_path": corpus}
+    layouts: dict[str, Flags] = {
+        "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "cp2": {"context_parallel_size": 2, "make_vocab_size_divisible_by": 128},
+    }
+    (tmp_path / "costs").mkdir()
+    for name, layout in layouts.items():
+        measured = model | {"make_vocab_size_divisible_by": 64} | layout
+        measured |= {"tables": f"costs/{name}.json"}
+        finish(start(tmp_path, 2, measured, program=measure_cost))
+    unlike = {"wlb_strategies": "auto", "wlb_cost": tmp_path / "costs", "wlb_metrics": "unlike"}
+    finish(launch(tmp_path, 2, flags | {"make_vocab_size_divisible_by": 64} | unlike))
+    finish(launch(tmp_path, 1, flags | ONE | {"wlb_metrics": "alone"}))
+    assert losses(tmp_path / "unlike") == pytest.approx(losses(tmp_path / "alone"), rel=ROUNDING)
+    used = {line["strategy"].split(":")[0] for line in read_metrics(tmp_path / "unlike")}
+    assert used <= {*layouts}
