@@ -315,6 +315,7 @@ def relaxed(
     interval's documents run on one scheme, which may have a fraction of a replica.
     """
     edges = _edges(priced, lengths)
+    assert lengths[-1] <= edges[-1]
     sizes = np.array([costs.scheme.num_ranks for costs in priced])
     values, counts = np.unique(lengths, return_counts=True)
     at_edges = np.searchsorted(values, edges, side="right")
