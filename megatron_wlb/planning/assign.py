@@ -302,8 +302,9 @@ def replica_us(
     if exchange_us is not None:
         # The first stage runs first and last: the first forward hides the pull, the last backward
         # the push.
-        beside_us = np.array([times_us[0, 0, :, 0], times_us[1, 0, :, -1]])
-        done = done + costs.waits_us(exchange_us, beside_us).sum(axis=0)
+        beside_us = times_us[0, 0, :, 0], times_us[1, 0, :, -1]
+        for own_us, passes_us in zip(exchange_us, beside_us, strict=True):
+            done = done + costs.waits_us(own_us, passes_us)
     result: list[float] = np.atleast_1d(done).tolist()
     return result
 
