@@ -375,8 +375,9 @@ def asked(args: argparse.Namespace, model: Model) -> Config:
     size = getattr(args, "micro_batch_size", None)
     if size is not None:
         whole_number("--micro-batch-size", size, 1, MOST_MICRO_BATCHES)
-    if getattr(args, "memory_gib", None) is not None:
-        real_number("--memory-gib", args.memory_gib, LEAST, MOST)
+    for name, least in (("memory_gib", LEAST), ("host_gib", 0)):
+        if (given := getattr(args, name, None)) is not None:
+            real_number(flag_of(name), given, least, MOST)
     window = model.window or REFERENCE_WINDOW if args.window is None else args.window
     over = {
         "seq_length": window,
@@ -385,6 +386,7 @@ def asked(args: argparse.Namespace, model: Model) -> Config:
         "wlb_cost_extrapolate": args.cost_extrapolate or None,
         "wlb_hardware": args.hardware,
         "wlb_memory_gib": getattr(args, "memory_gib", None),
+        "wlb_host_gib": getattr(args, "host_gib", None),
         "wlb_expert_imbalance": getattr(args, "expert_imbalance", None),
     }
     return _with(model.config, over)

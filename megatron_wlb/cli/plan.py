@@ -234,7 +234,9 @@ def _space(
     return Space(
         shape=model.shape,
         execution=Execution(
-            expert_imbalance=args.expert_imbalance, replicas_meet=config.replicas_meet
+            expert_imbalance=args.expert_imbalance,
+            replicas_meet=config.replicas_meet,
+            host_gib=config.wlb.wlb_host_gib,
         ),
         hardware=hardware,
         num_devices=args.num_devices,

@@ -54,6 +54,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     share = f"{MEMORY_SHARE:.0%}% of what context and communicators leave"
     about = f"what tensors may take on a device (default: --model's, or {share})"
     flag(group, "--memory-gib GIB", about)
+    about = "the host's memory for each device, where activations of slices may wait"
+    flag(group, "--host-gib GIB", f"{about} (default: --model's, or 0)")
     add_cost_file(group, ", also of the hardware's attention")
 
 

@@ -77,10 +77,12 @@ class ActivationModel(Blocks):
             forward=self.gathered,
             backward=self.hidden + self.collective,
             weight_bytes=self.weight(shape.vocab_size, shape.hidden_size),
+            stays=ids,
         )
 
     def _received(self) -> Operation:
-        return Operation("received", self.hidden + INT64, backward=self.hidden)
+        kept = self.hidden + INT64
+        return Operation("received", kept, backward=self.hidden, stays=kept)
 
     def _layers(self, runs: Runs, *, keep_output: bool) -> tuple[Operation, ...]:
         """Layers one after another; the output of the last may be kept by nobody."""

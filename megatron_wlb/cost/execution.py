@@ -57,6 +57,8 @@ class Execution:
     """Whether all data-parallel replicas meet in each pass, besides those that share experts."""
     recomputes: bool = True
     """Whether single micro-batches may be recomputed, where layers are not in all."""
+    host_gib: float = 0.0
+    """2³⁰ bytes of the host's memory for each device, where activations of slices may wait."""
     expert_imbalance: float = 1.0
     """Memory is of a rank whose experts get so many times the mean rank's tokens."""
     document_tokens: float = DOCUMENT_TOKENS

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay
+from megatron_wlb.cost.schedule.hosting import Copies
 
 if TYPE_CHECKING:
     from megatron_wlb.cost import Cost
@@ -93,6 +94,7 @@ class ExpertGroups:
         times_us: Sequence[Floats],
         num_tokens: Sequence[Sequence[int]],
         p2p_us: Sequence[Floats],
+        copies: Sequence[Copies | None] = (),
     ) -> tuple[list[Floats], list[Floats], Replay]:
         """What :meth:`share` says, and when all of it runs, ``[1 + nodes, replicas]``."""
         busy, waits = self.share(times_us, num_tokens)
@@ -102,5 +104,6 @@ class ExpertGroups:
             np.stack(p2p_us, axis=-1),
             together=self.num_replicas,
             stages=self.exchanges,
+            copies=copies,
         )
         return busy, waits, replay

@@ -85,13 +85,16 @@ class Hardware:
     """10¹² FLOP/s of dense matrix products in FP8, on a machine that has them."""
     fp8_linear_share: float | None = None
     """Share of that peak that matrix products of training reach, casts to FP8 included."""
+    host_link_gb_s: float | None = None
+    """10⁹ B/s between the device and its host's memory, each way while as much goes the other; None
+    if not known."""
     attention: tuple[AttentionProfile, ...] = ()
     """Measured attention kernels, where there are any."""
 
     def __post_init__(self) -> None:
         for name in FIGURES:
             what, value = f"hardware: {name}", getattr(self, name)
-            if value is None and name.startswith("fp8_"):
+            if value is None and name.startswith(("fp8_", "host_")):
                 continue
             if name in ("devices_per_node", "num_processors"):
                 whole_number(what, value, 1, MOST_DEVICES)

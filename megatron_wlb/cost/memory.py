@@ -25,9 +25,10 @@ from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.hosting import held_amounts
 from megatron_wlb.cost.schedule.order import Action, schedule
 from megatron_wlb.cost.shape import Parallelism, Recompute, Stage
-from megatron_wlb.cost.slices import LAYERS, MLPS, SliceTape, Unit
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
@@ -383,14 +384,23 @@ class MemoryModel(Executed):
         return self._uses(pp_rank, actions, list(map(Unit, lengths)), in_transit)
 
     def program_bytes(
-        self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
+        self,
+        pp_rank: int,
+        actions: Sequence[Action],
+        units: Sequence[Unit],
+        window_bytes: float = 0.0,
     ) -> list[ActivationBytes]:
         """What :meth:`activation_bytes` says, for micro-batches that may run slices of documents.
 
         ``actions`` are the rank's in :func:`megatron_wlb.cost.schedule.order.sliced`.
+        ``window_bytes`` are those of each window of hosted ones.
         """
-        sent_ahead = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
-        return self._uses(pp_rank, actions, units, sent_ahead.tolist())
+        beside = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
+        hosted = [unit.recomputed == HOST for unit in units]
+        if any(hosted):
+            amounts = [self.hosted_bytes(tape, units) for tape in self.tapes[pp_rank]]
+            beside += held_amounts(actions, hosted, np.array(amounts), window_bytes)
+        return self._uses(pp_rank, actions, units, beside.tolist())
 
     def alive_bytes(self, pp_rank: int, activations: float) -> float:
         """The most bytes alive in a step whose activations take so many, its update included."""
@@ -409,7 +419,7 @@ class MemoryModel(Executed):
         pp_rank: int,
         actions: Sequence[Action],
         units: Sequence[Unit],
-        in_transit: Sequence[float],
+        beside: Sequence[float],
     ) -> list[ActivationBytes]:
         tapes = self.tapes[pp_rank]
         tables = {
@@ -417,7 +427,7 @@ class MemoryModel(Executed):
             for kind, tape in product("FB", {id(tape): tape for tape in tapes}.values())
         }
         table = np.array([[tables[kind, id(tape)] for tape in tapes] for kind in "FB"])
-        peaks, kept = around(table[columns_of(actions)], np.array(in_transit))
+        peaks, kept = around(table[columns_of(actions)], np.array(beside))
         return list(map(ActivationBytes, peaks.tolist(), kept.tolist()))
 
     def learn(self, units: Iterable[Unit]) -> None:
@@ -436,7 +446,8 @@ class MemoryModel(Executed):
         if len(known) + len(new) > MOST_KNOWN:
             known.clear()
             new = dict.fromkeys(units)
-        known |= self._worked_out(tape, kind, [unit for unit in new if not unit.recomputed])
+        plain = [unit for unit in new if unit.recomputed in (0, HOST)]
+        known |= self._worked_out(tape, kind, plain)
         for what in _RECOMPUTES:
             if again := [unit for unit in new if unit.recomputed == what]:
                 known |= self._worked_out(self._again[id(tape), what], kind, again)
@@ -456,13 +467,27 @@ class MemoryModel(Executed):
                 table = np.array([saved, tape.backward_peak_bytes(num_tokens), none])
             known |= zip(whole, map(tuple, table.T.tolist()), strict=True)
         if cut:
-            slices = self._slice_tapes.setdefault(
-                id(tape),
-                SliceTape(tape, self.parallelism.cp_size, self.execution.reduce_in_fp32),
-            )
-            table = slices.action_bytes(kind, cut)
+            table = self._sliced(tape).action_bytes(kind, cut)
             known |= zip(cut, map(tuple, table.T.tolist()), strict=True)
+        if hosted := [unit for unit in units if unit.recomputed == HOST]:
+            gone = self.hosted_bytes(tape, hosted).tolist()
+            for unit, num_bytes in zip(hosted, gone, strict=True):
+                let_go, peak, keeps = known[unit]
+                less = (0.0, num_bytes) if kind == "F" else (num_bytes, 0.0)
+                known[unit] = let_go - less[0], peak, keeps - less[1]
         return known
+
+    def hosted_bytes(self, tape: Tape, units: Sequence[Unit]) -> Floats:
+        """What of units goes to the host, if they are hosted, ``[units]``."""
+        tokens = np.array([unit.num_tokens for unit in units], dtype=np.float64)
+        result = (tape.saved_per_token - tape.stays_per_token) * tokens
+        if cut := [at for at, unit in enumerate(units) if unit.slice is not None]:
+            result[cut] = self._sliced(tape).hosted_bytes([units[at] for at in cut])
+        return result
+
+    def _sliced(self, tape: Tape) -> SliceTape:
+        made = SliceTape(tape, self.parallelism.cp_size, self.execution.reduce_in_fp32)
+        return self._slice_tapes.setdefault(id(tape), made)
 
     def sent_ahead_bytes(self, pp_rank: int, columns: Columns, units: Sequence[Unit]) -> Floats:
         """Bytes on the way while each action of a program runs, ``[actions]``.

@@ -8,7 +8,9 @@ import numpy as np
 
 from megatron_wlb.cost.memory import Columns, Integers, MemoryModel, around
 from megatron_wlb.cost.schedule.graph import Floats
-from megatron_wlb.cost.slices import LAYERS, Unit
+from megatron_wlb.cost.schedule.hosting import held_amounts
+from megatron_wlb.cost.schedule.order import Action
+from megatron_wlb.cost.slices import HOST, KINDS, Unit
 from megatron_wlb.cost.tape import Tape
 
 
@@ -22,12 +24,20 @@ class Program:
         columns: each rank's actions in :func:`megatron_wlb.cost.schedule.order.sliced`.
         units: the micro-batches, by what is recomputed of them (:attr:`.Unit.recomputed`); 0 among
             them.
+        order: the same actions.
+        window_bytes: of each window of hosted ones.
     """
 
     def __init__(
-        self, model: MemoryModel, columns: Sequence[Columns], units: Mapping[int, Sequence[Unit]]
+        self,
+        model: MemoryModel,
+        columns: Sequence[Columns],
+        units: Mapping[int, Sequence[Unit]],
+        order: Sequence[Sequence[Action]],
+        window_bytes: float = 0.0,
     ) -> None:
         self._model, self._columns, self._units = model, columns, units
+        self._order, self._window_bytes = order, window_bytes
         self._in_transit = [
             model.sent_ahead_bytes(rank, own, units[0]) for rank, own in enumerate(columns)
         ]
@@ -39,7 +49,12 @@ class Program:
         """The most alive while each of a rank's actions runs, if that is recomputed of units."""
         tapes = self._model.tapes[rank]
         table = np.array([[self._rows(kind, tape, again) for tape in tapes] for kind in "FB"])
-        return around(table[self._columns[rank]], self._in_transit[rank])[0]
+        beside, hosted = self._in_transit[rank], again == HOST
+        if hosted.any():
+            amounts = [self._model.hosted_bytes(tape, self._units[0]) for tape in tapes]
+            given = self._order[rank], hosted.tolist(), np.array(amounts), self._window_bytes
+            beside = beside + held_amounts(*given)
+        return around(table[self._columns[rank]], beside)[0]
 
     def _rows(self, kind: str, tape: Tape, again: Integers) -> Floats:
         number = len(again)
@@ -52,13 +67,13 @@ class Program:
         return rows
 
     def saved(self, rank: int) -> Floats:
-        """Bytes that units do not keep, by what is recomputed, ``[3, units, chunks]``."""
+        """Bytes that units do not keep, by what is recomputed, ``[kinds, units, chunks]``."""
         kept = np.stack([self._kept_bytes(tape) for tape in self._model.tapes[rank]], axis=-1)
         return np.maximum(kept[:1] - kept, 0.0)
 
     def _kept_bytes(self, tape: Tape) -> Floats:
         if id(tape) not in self._kept:
-            given = [self._units.get(what, self._units[0]) for what in range(LAYERS + 1)]
+            given = [self._units.get(what, self._units[0]) for what in KINDS]
             own = [self._model.unit_bytes(tape, "F", units)[:, 2] for units in given]
             self._kept[id(tape)] = np.array(own)
         return self._kept[id(tape)]

@@ -31,9 +31,12 @@ _TOGETHER = 256
 _NEAR = 64
 """Moments beside each other that are compared: more than a layer has."""
 
-MLPS, LAYERS = 1, 2
+MLPS, LAYERS, HOST = 1, 2, 3
 """What of a micro-batch is recomputed: the dense MLPs of its layers, behind the norm; or all its
-layers, of which inputs alone are kept."""
+layers, of which inputs alone are kept. Or nothing is, and all waits in the host's memory
+(:mod:`megatron_wlb.cost.schedule.hosting`)."""
+KINDS = range(HOST + 1)
+"""These, and 0: everything is kept."""
 
 
 class Slice(NamedTuple):
@@ -55,7 +58,7 @@ class Unit(NamedTuple):
     """Data-parallel ranks that run it together; empty if one rank runs it alone."""
     recomputed: int = 0
     """What runs forward once more in backward, so that less is kept: nothing, :data:`MLPS` or
-    :data:`LAYERS`."""
+    :data:`LAYERS`. Or :data:`HOST`."""
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of the slice's document."""
 
@@ -143,6 +146,17 @@ class SliceTape:
         if backward:
             return np.array([before + saved, peak, after])
         return np.array([before, peak, after + saved])
+
+    def hosted_bytes(self, units: Sequence[Unit]) -> Floats:
+        """What of units would go to the host, ``[units]``; all of them run slices."""
+        saved = np.array(self._saved) - self.tape.stays_per_token
+        alone = [
+            u.slice.stop - u.slice.start == u.num_tokens * (len(u.ranks) or 1)
+            for u in units
+            if u.slice
+        ]
+        tokens = np.array([unit.num_tokens for unit in units], dtype=np.float64)
+        return saved[np.array(alone, dtype=np.int64)] * tokens
 
     @cached_property
     def _saved(self) -> tuple[float, float]:

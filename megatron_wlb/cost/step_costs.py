@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +22,10 @@ from megatron_wlb.cost.document import LEAST_US, DocumentCost, Work, unseen
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
-from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.graph import Floats, Graph
+from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import LAYERS, MLPS, PrefixCosts
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, PrefixCosts, Slice, Unit
 from megatron_wlb.errors import ConfigError
 
 BACKWARD_OVERHEAD = 2 / 3
@@ -49,6 +50,34 @@ class StageCost(Protocol):
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """The way of activations to the host's memory, and back."""
+
+    memory: MemoryModel
+    """The run's: what goes of each stage."""
+    gb_s: float
+    """10⁹ B/s each way."""
+
+    def us(self, num_bytes: float) -> float:
+        return num_bytes / (self.gb_s * 1e3)
+
+    @cached_property
+    def _token_us(self) -> Floats:
+        """A token's in each virtual stage, ``[S, 2]``: one of a whole document, and one of a slice
+        alone.
+        """
+        tapes = zip(*self.memory.tapes, strict=True)
+        units = Unit(1), Unit(1, Slice(0, 0, 1, 2))
+        stages = [self.memory.hosted_bytes(tape, units) for own in tapes for tape in own]
+        return np.array(stages) / (self.gb_s * 1e3)
+
+    def times_us(self, num_tokens: Floats, alone: Sequence[bool]) -> Floats:
+        """Time of each copy, one way, ``[S, N]``; ``alone`` are slices and nothing else."""
+        times_us: Floats = self._token_us[:, np.array(alone, dtype=np.int64)] * num_tokens
+        return times_us
+
+
+@dataclass(frozen=True)
 class StageCosts:
     """The cost of documents in each virtual stage.
 
@@ -61,6 +90,8 @@ class StageCosts:
     launches_us: tuple[float, ...] = ()
     """What the host takes to launch a forward and a backward in each stage. All passes of a stage
     together take no less: the host runs ahead of the device, so that long ones hide short ones."""
+    host: HostLink | None = None
+    """How activations go to the host's memory, and come back. None where that is not known."""
     ends_us: tuple[float, ...] = ()
     """µs a token of each stage's forward that a recomputed micro-batch does not run once more: the
     embedding and the LM head. None if not given."""
@@ -128,8 +159,10 @@ class StageCosts:
         cls, stages: Sequence[StageCost], model: AnalyticModel, launches_us: tuple[float, ...] = ()
     ) -> StageCosts:
         """Costs of stages, and what ``model`` predicts of slices and of passes that run again."""
-        again_us = model.ends_us(), model.mlps_us()
-        return cls(tuple(stages), model.prefix_costs(), launches_us, *again_us)
+        gb_s = model.hardware.host_link_gb_s
+        link = HostLink(MemoryModel(model.shape, model.execution), gb_s) if gb_s else None
+        more = link, model.ends_us(), model.mlps_us()
+        return cls(tuple(stages), model.prefix_costs(), launches_us, *more)
 
     def times_us(
         self,
@@ -228,6 +261,30 @@ class StageCosts:
         mlps_us = np.outer(self.mlps_us, tokens) if self.mlps_us else layers_us
         taken_us: Floats = (again == LAYERS) * layers_us + (again == MLPS) * mlps_us
         return taken_us
+
+    def copies(
+        self,
+        graph: Graph,
+        num_tokens: Sequence[float],
+        alone: Sequence[bool],
+        recomputed: Sequence[int],
+        window_bytes: float,
+    ) -> Copies | None:
+        """The copies of hosted micro-batches in one step; None where there are none, or the time
+        that they take is not known.
+
+        Args:
+            graph: of the step.
+            num_tokens: ``[N]``: tokens of each micro-batch on a rank, padded.
+            alone: ``[N]``: which of them are slices and nothing else.
+            recomputed: ``[N]``, as in :meth:`times_us`.
+            window_bytes: of each window for what is on its way.
+        """
+        if self.host is None or HOST not in recomputed:
+            return None
+        times_us = self.host.times_us(np.array(num_tokens), alone)
+        hosted = [what == HOST for what in recomputed]
+        return graph.copies(times_us, hosted, self.host.us(window_bytes))
 
 
 def _pairs(

@@ -41,6 +41,8 @@ class Operation:
     """Kept besides where a slice and whole documents share a micro-batch: two outputs in one."""
     prefix: float = 0.0
     """Bytes in which its backward works, a key of the slices before."""
+    stays: float = 0.0
+    """The part of ``saved`` that is on the device even if a micro-batch is hosted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class Tape:
     def saved_per_token(self) -> float:
         """Bytes that a micro-batch in flight keeps, a token."""
         return sum(operation.saved for operation in self.operations)
+
+    @property
+    def stays_per_token(self) -> float:
+        """Bytes of them that do not go to the host."""
+        return sum(operation.stays for operation in self.operations)
 
     def forward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
         """The most that a micro-batch adds while it runs forward, what it keeps included.
@@ -105,6 +112,7 @@ def scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, .
             inner=scaled(o.inner, factor),
             cached=o.cached * factor,
             joined=o.joined * factor,
+            stays=o.stays * factor,
         )
         for o in operations
     )

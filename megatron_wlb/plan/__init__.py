@@ -163,7 +163,8 @@ class MicroBatchPlan:
     recomputed: int = 0
     """What runs forward once more in its backward pass, and keeps nothing until then but its
     inputs, and the keys and values of a slice: 0 is nothing, 1 the dense MLPs of its layers, 2 the
-    layers (:data:`megatron_wlb.cost.slices.LAYERS`)."""
+    layers (:data:`megatron_wlb.cost.slices.LAYERS`). With 3 nothing does, and what it keeps waits
+    in the host's memory."""
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of its slice's document, and
     gather them for each slice; else each has all of them."""
@@ -216,6 +217,8 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`MicroBatchPlan.recomputed`; none are if not given."""
     divided: bool = False
     """:attr:`MicroBatchPlan.divided` of all slices."""
+    window_bytes: float = 0.0
+    """See :attr:`StepPlan.window_bytes`; 0: none of them may wait in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,9 @@ class StepPlan:
     Megatron's own schedule."""
     strategy: Strategy | None = None
     """The layout of each replica in this step. None: all have the run's own, which is equal."""
+    window_bytes: float = 0.0
+    """The part of a device's memory for what is on its way to the host. There is as much for what
+    comes back (:mod:`megatron_wlb.cost.schedule.hosting`). 0 where no micro-batch waits there."""
 
     def __post_init__(self) -> None:
         if self.strategy and len(self.strategy.replicas) != len(self.micro_batches):
@@ -313,11 +319,13 @@ class StepPlan:
     def digest(self) -> str:
         """SHA-256 over everything that must be equal on all ranks, as 64 hex digits."""
         layout = f" {self.strategy.key}" if self.strategy else ""
-        sha = hashlib.sha256(f"{self.step} {self.packing}{self.chains or ''}{layout}".encode())
+        hosts = f" {self.window_bytes}" if self.window_bytes else ""
+        said = f"{self.step} {self.packing}{self.chains or ''}{layout}{hosts}"
+        sha = hashlib.sha256(said.encode())
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
-                again = ("", " recomputed MLPs", " recomputed")[m.recomputed]
+                again = ("", " recomputed MLPs", " recomputed", " hosted")[m.recomputed]
                 said = again + " divided" * m.divided
                 sha.update(f"{m.sharding}{m.replicas or ''}{said}".encode())
                 for s in m.spans:

@@ -11,7 +11,7 @@ from itertools import islice
 
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.from_config import without_growth
-from megatron_wlb.planning.packing import kind_of, unread
+from megatron_wlb.planning.packing import kind_of, reads, unread
 from megatron_wlb.planning.rules import BATCHES, EMBEDDED, GENERAL, LAYOUT, RULES, Facts
 from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.settings.config import Config, WlbConfig, flag_of, table
@@ -46,11 +46,19 @@ def _without_effect(config: Config, world_size: int) -> dict[str, str]:
     has_stages, has_context = p.pipeline_model_parallel_size > 1, p.context_parallel_size > 1
     tables = has_context or w.wlb_cost != "analytic"
     pipeline = "--pipeline-model-parallel-size of at least 2"
+    hosts = reads(w.wlb_packing, "recompute") and w.wlb_recompute == "auto"
+    hosts &= config.training.recompute_granularity is None and not p.use_torch_fsdp2
     for name, counts, needed in (
         ("wlb_shape", has_stages, pipeline),
         ("wlb_micro_batches", has_stages, pipeline),
         ("wlb_verify_shapes", has_stages, pipeline),
         ("wlb_cp_sharding", has_context, "--context-parallel-size of at least 2"),
+        (
+            "wlb_host_gib",
+            hosts,
+            "--wlb-packing slim, --wlb-recompute auto and nothing recomputed "
+            "in all micro-batches, without FSDP2",
+        ),
         ("wlb_slice_cache", has_context, "--context-parallel-size of at least 2"),
         ("wlb_dp_merge", data_parallel_size(config, world_size) > 1, "several data-parallel ranks"),
         ("wlb_expert_imbalance", config.model.num_experts is not None, "--num-experts"),

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.cost.experts import ExpertGroups
+from megatron_wlb.cost.slices import HOST
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan, Units
 from megatron_wlb.plan.sharding.select import Prediction, Selector
@@ -182,10 +183,13 @@ class Planner:
         if packed is None:
             return None
         chains: tuple[tuple[int, ...], ...] = ()
+        window_bytes = 0.0
         if self.slicing is not None:
             units = self.slicing.cut(list(chain.from_iterable(packed)), self.step)
             ranks = self._units(units)
             chains = tuple(tuple(replica.chains) for replica in units)
+            hosting = (own.window_bytes for own in units if HOST in own.recomputed)
+            window_bytes = max(hosting, default=0.0)
         else:
             ranks = self._ranks(list(map(_whole, packed)))
         num_waiting, waiting_tokens = self._waiting()
@@ -196,6 +200,7 @@ class Planner:
             num_waiting=num_waiting,
             waiting_tokens=waiting_tokens,
             chains=chains,
+            window_bytes=window_bytes,
         )
         self.step += 1
         return plan

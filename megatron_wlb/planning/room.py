@@ -8,6 +8,9 @@ recomputes in parts, too (§4.3.3, §6.1), and does not say which.
 Dense MLPs are less work than layers, the more so the later a slice lies in its document, and keep
 about half of the bytes. Taken first is what saves most bytes, over most of the time that there are
 too many, for the time that it takes: slices of many tokens that are kept long.
+
+If the host has memory for it, micro-batches may wait there instead of being recomputed
+(:mod:`megatron_wlb.cost.schedule.hosting`).
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import numpy as np
 
 from megatron_wlb.cost import MemoryModel, Parallelism
 from megatron_wlb.cost.document import LEAST_US
-from megatron_wlb.cost.memory import Columns, Integers, columns_of
+from megatron_wlb.cost.memory import GIB, Columns, Integers, columns_of
 from megatron_wlb.cost.program import Program
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
+from megatron_wlb.cost.slices import HOST, KINDS, LAYERS, MLPS, Slice, Unit
 from megatron_wlb.plan import Span, Units
 from megatron_wlb.planning.planner import merged_multiple
 
@@ -70,13 +73,19 @@ class MemoryLimit(NamedTuple):
     recomputes: bool = False
     """Whether micro-batches of slices may be recomputed one by one: not where layers are anyhow."""
 
+    @property
+    def host_bytes(self) -> float:
+        """The part of the host's memory in which activations of this device may wait."""
+        return self.model.execution.host_gib * GIB
+
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""
         none = np.zeros(len(units.spans), dtype=np.int64)
         held = self._held(units, units.recomputed or none.tolist())
-        program = self._program(units, layout, {0: held})
+        program = self._program(units, layout, dict.fromkeys(KINDS, held), units.window_bytes)
+        again = np.array([unit.recomputed for unit in held], dtype=np.int64)
         return max(
-            self.model.alive_bytes(rank, float(program.peaks(rank, none).max(initial=0.0)))
+            self.model.alive_bytes(rank, float(program.peaks(rank, again).max(initial=0.0)))
             for rank in range(layout.pp_size)
         )
 
@@ -85,12 +94,13 @@ class MemoryLimit(NamedTuple):
     ) -> list[int]:
         """What of units is to be recomputed, besides what is ``given``, for a step to fit.
 
-        ``prices_us`` ``[3, units]`` are what that takes, by :attr:`.Unit.recomputed`. Where a step
-        does not fit with all of it, all that helps is.
+        ``prices_us`` ``[kinds, units]`` are what that takes, by :attr:`.Unit.recomputed`. Where a
+        step does not fit with all of it, all that helps is.
         """
         again = np.array(given, dtype=np.int64)
         # Megatron cannot recompute MLPs with biases.
         kinds = [0, LAYERS] if self.model.shape.linear_bias else [0, MLPS, LAYERS]
+        kinds += [HOST] if units.window_bytes else []
         plain = self._held(units, [0] * len(again))
         helds = {kind: [Unit(*one[:3], kind, one.divided) for one in plain] for kind in kinds}
         program = self._program(units, layout, helds)
@@ -102,18 +112,23 @@ class MemoryLimit(NamedTuple):
                     continue
                 seen[rank] = again.sum()
                 left = self.limit_bytes - self.model.state_bytes(rank).total
+                left -= 2 * units.window_bytes
                 excess = program.peaks(rank, again) - left
                 if excess.max(initial=0.0) > 0:
-                    _choose(program, rank, excess, prices_us, again)
+                    _choose(program, rank, excess, prices_us, again, self.host_bytes)
             if again.sum() == before:
                 break
         return [*again.tolist()]
 
     def _program(
-        self, units: Units, layout: Parallelism, helds: Mapping[int, Sequence[Unit]]
+        self,
+        units: Units,
+        layout: Parallelism,
+        helds: Mapping[int, Sequence[Unit]],
+        window_bytes: float = 0.0,
     ) -> Program:
-        columns = _columns(layout.pp_size, tuple(units.chains), layout.vpp_size)
-        return Program(self.model, columns, helds)
+        known = layout.pp_size, tuple(units.chains), layout.vpp_size
+        return Program(self.model, _columns(*known), helds, sliced(*known), window_bytes)
 
     def _held(self, units: Units, again: Sequence[int]) -> list[Unit]:
         held = []
@@ -133,24 +148,37 @@ def _columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Sequence[C
 
 
 def _choose(
-    program: Program, rank: int, excess: Floats, prices_us: Floats, again: Integers
+    program: Program,
+    rank: int,
+    excess: Floats,
+    prices_us: Floats,
+    again: Integers,
+    host_bytes: float,
 ) -> None:
     """Sets ``again`` of units until a rank's ``excess`` ``[actions]`` is nowhere above 0, or
     nothing helps.
     """
     (begins, ends), saved = program.passes(rank), program.saved(rank)
     units = np.arange(len(again))
+    hosted = saved[HOST].sum(axis=1)
+    host_bytes -= float(hosted[again == HOST].sum())
+    # What a hosted unit keeps is there while it runs.
+    inner = (np.array(KINDS) == HOST)[:, None, None]
     more = saved - saved[again, units]
     prices_us = np.maximum(prices_us - prices_us[again, units], LEAST_US)
     while (over := excess > 0).any():
         count = np.concatenate([[0], np.cumsum(over)])
         # Of a unit's passes the forward is over before, and the backward frees what it takes.
-        gains = (more * (count[ends + 1] - count[begins])).sum(axis=2) / prices_us
+        num_over = count[ends + 1 - inner] - count[begins + inner]
+        gains = (more * num_over).sum(axis=2) / prices_us
+        gains[HOST, hosted > host_bytes] = 0.0
         kind, best = divmod(int(gains.argmax()), len(again))
         if gains[kind, best] <= 0:
             return
+        if kind == HOST:
+            host_bytes -= hosted[best]
         for begin, end, num_bytes in zip(begins[best], ends[best], more[kind, best], strict=True):
-            excess[begin : end + 1] -= num_bytes
+            excess[begin + (kind == HOST) : end + (kind != HOST)] -= num_bytes
         more[:, best] = saved[:, best] - saved[kind, best]
         prices_us[:, best] = np.maximum(prices_us[:, best] - prices_us[kind, best], LEAST_US)
         again[best] = kind

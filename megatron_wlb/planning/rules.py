@@ -325,6 +325,9 @@ GENERAL: Rules = (
     Rule("wlb_max_tokens", lambda f, v: v is not None and f.seq_length <= v < f.tokens,
         "a mean micro-batch has --micro-batch-size {f.micro_batch_size} × --seq-length "
         "{f.seq_length} = {f.tokens} tokens", "use at least that, better twice"),
+    Rule("wlb_host_gib", lambda f, v: v and f.fp8_format is not None,
+        "what FP8 layers keep beside activations would go to the host with them",
+        "leave it out, or --fp8-format"),
     Rule("wlb_long_documents", lambda f, v: v == "slice" and f.wlb_packing != CHOSEN
         and not kind_of(f.wlb_packing).slices,
         "{f.wlb_packing} packing cuts no slices", "use --wlb-packing slim, or split"),

@@ -40,6 +40,7 @@ from megatron_wlb.cost.schedule.order import schedule
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.ramp import Ramp
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding.layout import length_multiple
 from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.plan.sharding.shard import Kind, Sharding
@@ -293,6 +294,12 @@ class Workload(_Batch):
         memory = self.memory
         if memory is not None and packing.recompute == "off":
             memory = memory._replace(recomputes=False)
+        if costs and memory and memory.host_bytes and costs.stages.host is None:
+            raise ConfigError(
+                f"--wlb-host-gib is {memory.model.execution.host_gib:g}, but --wlb-hardware has no "
+                "figure host_link_gb_s, by which copies to the host are simulated; add it to the "
+                "file, or leave the flag out"
+            )
         return Slicer(
             self.cost,
             costs or StepCosts(StageCosts.by_layers(self.cost, p), experts=self.experts),

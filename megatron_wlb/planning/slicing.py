@@ -35,11 +35,13 @@ import numpy as np
 
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.schedule.graph import Floats, slice_graph
-from megatron_wlb.cost.slices import LAYERS
+from megatron_wlb.cost.schedule.graph import Floats, Graph, slice_graph
+from megatron_wlb.cost.schedule.hosting import Copies
+from megatron_wlb.cost.slices import HOST, KINDS
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span, Units
+from megatron_wlb.planning.chains import Chains
 from megatron_wlb.planning.planner import merged_multiple
 from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
@@ -58,6 +60,11 @@ TOLERANCE = 0.05
 SURE = 0.8
 """Share of the memory limit up to which no step is looked at. The steps that should need most are
 made up; with virtual stages real ones may need a tenth more."""
+WINDOWS = (8, 10, 12, 16)
+"""Windows that are tried, as :attr:`Way.windows`, until one leaves enough room. Large ones let
+copies lag behind longer before passes wait for them."""
+COPY_PRICE = 0.1
+"""What of a copy's time to the host is a price, where units are chosen for it."""
 SLICE_MULTIPLE = 128
 """Tokens that cuts are multiples of, as kernels like it."""
 SLICES_OF_A_WINDOW = 64
@@ -92,6 +99,9 @@ class Way(NamedTuple):
     num_units: int
     divided: bool = False
     """Whether context-parallel ranks divide keys and values."""
+    windows: int = 0
+    """Whether micro-batches may wait in the host's memory. If so, each of two windows for what is
+    on its way has one of so many parts of the device's memory; else 0."""
 
 
 class Merged(NamedTuple):
@@ -114,45 +124,6 @@ class _Dealt(NamedTuple):
     """Work of a group, in the mean."""
     heaviest: int
     """The group with most work."""
-
-
-class _Chains:
-    """The chains of replicas that run alike, and how many of their units are taken."""
-
-    def __init__(self, num_merged: int, num_replicas: int) -> None:
-        """The first chain runs documents of several replicas, if there are any."""
-        self.lengths = [num_merged] if num_merged else []
-        self.num_units = num_merged
-        """Units of all chains."""
-        self._free: list[list[range]] = [[] for _ in range(num_replicas)]
-        self._num_used = [0] * num_replicas
-
-    def place(self, num_slices: int) -> tuple[int, int]:
-        """A replica and the unit in which a document's first slice runs there.
-
-        It is behind the documents of a chain that has room, of the replica with the fewest slices,
-        and of its chains the one with the least room. Else it begins a chain, which is then one of
-        all replicas.
-        """
-        rooms = [
-            (self._num_used[replica], len(free), number, replica)
-            for replica, own in enumerate(self._free)
-            for number, free in enumerate(own)
-            if len(free) >= num_slices
-        ]
-        if rooms:
-            *_, number, replica = min(rooms)
-        else:
-            number, replica = len(self._free[0]), self._num_used.index(min(self._num_used))
-            begin = self.num_units
-            self.num_units += num_slices
-            self.lengths.append(num_slices)
-            for own in self._free:
-                own.append(range(begin, self.num_units))
-        free = self._free[replica][number]
-        self._free[replica][number] = free[num_slices:]
-        self._num_used[replica] += num_slices
-        return replica, free.start
 
 
 class Slicer:
@@ -215,6 +186,8 @@ class Slicer:
             self._keep_what_fits(memory, worst, may_divide=several and cache == "auto")
         self.divided = self._tried[0].divided
         """Whether context-parallel ranks divide keys and values."""
+        self.windows = self._tried[0].windows
+        """Whether micro-batches may wait in the host's memory: :attr:`Way.windows`."""
 
     @property
     def dp_size(self) -> int:
@@ -226,7 +199,8 @@ class Slicer:
 
         Before the first step it is that of the number of units that needs least.
         """
-        tried = [way for way in self._tried if way == (self.num_units, self.divided)] or self._tried
+        chosen = self.num_units, self.divided, self.windows
+        tried = [way for way in self._tried if way == chosen] or self._tried
         return min(self._peaks_bytes.get(way, 0.0) for way in tried)
 
     def check_room(self) -> None:
@@ -249,11 +223,21 @@ class Slicer:
         """
         for way in [*self._tried]:
             self._look_at(way, memory, worst)
-            if may_divide and self._peaks_bytes[way] > SURE * memory.limit_bytes:
-                self._tried.append(divided := way._replace(divided=True))
-                self._look_at(divided, memory, worst)
+            if self._peaks_bytes[way] > SURE * memory.limit_bytes:
+                others = [way._replace(divided=True)] if may_divide else []
+                for other in others:
+                    self._look_at(other, memory, worst)
+                for one in [way, *others] if self._costs.stages.host and memory.host_bytes else ():
+                    for windows in WINDOWS:
+                        others.append(one._replace(windows=windows))
+                        self._look_at(others[-1], memory, worst)
+                        if self._peaks_bytes[others[-1]] <= memory.limit_bytes:
+                            break
+                self._tried += others
         peaks = self._peaks_bytes
         fitting = [way for way in self._tried if peaks[way] <= memory.limit_bytes]
+        # What is as fast, about, and waits for the host where it must, recomputes less in others.
+        fitting.sort(key=lambda way: not way.windows)
         self._tried = fitting or [min(self._tried, key=lambda way: (peaks[way], way))]
 
     def _look_at(self, way: Way, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
@@ -279,7 +263,7 @@ class Slicer:
         """
         heaviest, way = self._heaviest_first(documents), self._tried[0]
         dealt = _Dealt([heaviest], [], 0.0, 0)
-        laid = self._lay(dealt, 0, Way(num_units, way.divided))
+        laid = self._lay(dealt, 0, way._replace(num_units=num_units))
         larger = sum([document.length for document in documents]) > self._most_tokens
         return self._with_room(laid, is_tight=larger or way in self._tight)[0]
 
@@ -325,15 +309,16 @@ class Slicer:
         may_change = self._given is None or len(self._tried) > 1
         if self.num_units is None or (may_change and step >= self._next_sweep):
             dealt = self._deal(self._heaviest_first(documents), merges=False)
-            self.num_units, self.divided = self._choose(dealt)
+            self.num_units, self.divided, self.windows = self._choose(dealt)
             # Steps in which no document arrives are left out, and a multiple may be one of them.
             self._next_sweep = (step // STEPS_A_SWEEP + 1) * STEPS_A_SWEEP
-        return Way(self.num_units, self.divided)
+        return Way(self.num_units, self.divided, self.windows)
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, JSON-able."""
         chosen = {"num_units": self.num_units, "next_sweep": self._next_sweep}
-        return chosen | ({"divided": True} if self.divided else {})
+        more = {"divided": self.divided, "windows": self.windows}
+        return chosen | {name: value for name, value in more.items() if value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken.
@@ -345,10 +330,11 @@ class Slicer:
             num_units, next_sweep = state.get("num_units"), state.get("next_sweep", 0)
             whole_number("num_units", 1 if num_units is None else num_units, 1)
             whole_number("next_sweep", next_sweep, 0, MAX_COUNT)
-        self.num_units, self.divided = self._given, self._tried[0].divided
+        self.num_units, (_, self.divided, self.windows) = self._given, self._tried[0]
         self._next_sweep = 0
-        if (way := (num_units, state.get("divided", False))) in self._tried:
-            self.num_units, self.divided = way
+        way = (num_units, state.get("divided", False), state.get("windows", 0))
+        if way in self._tried:
+            self.num_units, self.divided, self.windows = way
             self._next_sweep = next_sweep
 
     def _heaviest_first(self, documents: Sequence[Document]) -> list[Timed]:
@@ -405,9 +391,24 @@ class Slicer:
         times, gaps, tokens = zip(*map(self.times_us, group), strict=True)
         layout, experts = self._layout, self._costs.experts
         graph = slice_graph(layout.pp_size, tuple(group[0].chains), layout.vpp_size)
+        copies = [self._copies(units, graph) for units in group]
         if experts is None:
-            return max(float(graph.step_us(*own)) for own in zip(times, gaps, strict=True))
-        return float(experts.replay(graph, times, tokens, gaps)[2].stop_us.max())
+            given = zip(times, gaps, copies, strict=True)
+            return max(float(graph.step_us(us, gap, [own])) for us, gap, own in given)
+        return float(experts.replay(graph, times, tokens, gaps, copies)[2].stop_us.max())
+
+    def _copies(self, units: Units, graph: Graph) -> Copies | None:
+        """What goes to the host and comes back, if anything does."""
+        if HOST not in units.recomputed:
+            return None
+        given = self._rank_tokens(units), [len(own) == 1 for own in units.spans]
+        stages = self._costs.stages
+        return stages.copies(graph, *given, units.recomputed, units.window_bytes)
+
+    def _rank_tokens(self, units: Units) -> list[float]:
+        """Tokens of each unit on one of the ranks that run it."""
+        pairs = zip(units.spans, units.replicas, strict=True)
+        return [sum(span.length for span in own) / (len(ranks) or 1) for own, ranks in pairs]
 
     def times_us(self, units: Units) -> tuple[Floats, Floats, list[int]]:
         """Times ``[2, S, N]`` of a replica's units, times of their transfers, and their tokens."""
@@ -421,12 +422,17 @@ class Slicer:
         return times_us, self._costs.p2p_us(tokens), tokens
 
     def _again_us(self, units: Units) -> Floats:
-        """What it takes to recompute units, ``[3, units]``, by :attr:`.Unit.recomputed`."""
-        (forward_us, _), _, tokens = self.times_us(units._replace(recomputed=()))
-        together = np.array([len(replicas) or 1 for replicas in units.replicas])
-        given = forward_us, np.array(tokens) / together
-        kinds = range(LAYERS + 1)
-        return np.array([self._costs.stages.again_us(*given, kind).sum(axis=0) for kind in kinds])
+        """What it takes to recompute units, ``[kinds, units]``, by :attr:`.Unit.recomputed`.
+
+        Copies run beside passes; they have a share of their time.
+        """
+        (forward_us, _), _, _ = self.times_us(units._replace(recomputed=()))
+        stages, tokens = self._costs.stages, np.array(self._rank_tokens(units))
+        again = [stages.again_us(forward_us, tokens, kind).sum(axis=0) for kind in KINDS]
+        if stages.host is not None:
+            alone = [len(own) == 1 for own in units.spans]
+            again[HOST] = COPY_PRICE * stages.host.times_us(tokens, alone).sum(axis=0)
+        return np.array(again)
 
     def _lay(self, dealt: _Dealt, group: int, way: Way) -> list[Units]:
         """Lays the units of each replica of a group: slices of heavy documents one after another,
@@ -459,7 +465,7 @@ class Slicer:
         filled_us = sum([us for us, _ in alone[len(cut) :]])
         lacking_us = unit_us * sum(counts) - sum([us for us, _ in cut])
         even = 2 * filled_us < lacking_us
-        chains = _Chains(len(merged), self._alike)
+        chains = Chains(len(merged), self._alike)
         placed: dict[tuple[int, int], tuple[Span, float]] = {}  # by unit and replica
         for (us, document), count in zip(cut, counts, strict=True):
             each_us = us / max(1, count) if even else unit_us
@@ -495,7 +501,11 @@ class Slicer:
         num_units = len(spans[0])
         lengths = chains.lengths + [1] * (num_units - chains.num_units)
         replicas += [()] * (num_units - len(replicas))
-        return [Units(own, replicas, lengths, divided=way.divided) for own in spans]
+        window_bytes = 0.0
+        if self._memory is not None and way.windows:
+            window_bytes = self._memory.limit_bytes / way.windows
+        more = (), way.divided, window_bytes
+        return [Units(own, replicas, lengths, *more) for own in spans]
 
     def _is_cut(self, unit_us: float, timed: Timed) -> bool:
         us, document = timed

@@ -110,6 +110,12 @@ class WlbConfig:
         "`slim`: micro-batches for which a device has no room keep little, and run their MLPs or "
         "layers forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
     )
+    wlb_host_gib: float = setting(
+        0.0,
+        "GiB of the host's memory for each device, where micro-batches of slices (`slim`) for which "
+        "it has no room may wait, instead of being recomputed, where that is faster in simulation",
+        least=0,
+    )
     wlb_slice_cache: Literal["auto", "whole", "divided"] = setting(
         "auto",
         "`slim`: context-parallel ranks each have all keys and values of a document in slices, or "

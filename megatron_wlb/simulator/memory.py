@@ -87,10 +87,12 @@ def step_memory(
     order: Sequence[Sequence[Action]],
     lengths: Sequence[int],
     units: Sequence[Unit] = (),
+    window_bytes: float = 0.0,
 ) -> StepMemory:
     """What each pipeline rank holds; ``lengths`` are padded tokens of its micro-batches.
 
-    ``units`` are the same micro-batches where ``order`` is one of slices.
+    ``units`` are the same micro-batches where ``order`` is one of slices, ``window_bytes`` those of
+    each window of hosted ones.
     """
     return StepMemory(
         tuple(
@@ -98,7 +100,7 @@ def step_memory(
                 model.state_bytes(rank),
                 tuple(actions),
                 tuple(
-                    model.program_bytes(rank, actions, units)
+                    model.program_bytes(rank, actions, units, window_bytes)
                     if units
                     else model.activation_bytes(rank, actions, lengths)
                 ),

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
+from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
@@ -113,6 +114,7 @@ class Simulator:
         scale = attention_scale if attention_scale is not None else [None] * len(lengths)
         stages = self.costs.stages
         units: _Units = ()
+        copies: list[Copies | None] = [None] * len(lengths)
         if sliced is None:
             graphs = [self.graph(counts[0])] * len(lengths)
             times = list(map(stages.times_us, lengths, scale))
@@ -123,19 +125,22 @@ class Simulator:
             more = [map(of, sliced.micro_batches) for of in (_together, _again, _divided)]
             times = list(map(stages.times_us, lengths, scale, before, *more))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
+            given = zip(graphs, sliced.micro_batches, units, strict=True)
+            copies = [_copies(stages, *own, sliced.window_bytes) for own in given]
         gaps = list(map(self.costs.p2p_us, padded))
         for own in times:
             check_times("stage times", own)
         groups = self.costs.experts
         waits: list[Floats] = []
         if groups is None:
-            replays = _replays(graphs, times, gaps)
+            replays = _replays(graphs, times, gaps, copies)
         else:
-            times, waits, replays = _coupled(graphs, groups, times, padded, gaps)
+            times, waits, replays = _coupled(graphs, groups, times, padded, gaps, copies)
         collectives, step_us = self._finish(graphs, replays)
         memory: tuple[StepMemory, ...] = ()
         if with_memory and self.memory is not None:
-            memory = _held(self.memory, graphs, padded, units)
+            window_bytes = sliced.window_bytes if sliced else 0.0
+            memory = _held(self.memory, graphs, padded, units, window_bytes)
         done = tuple(graphs), tuple(times), tuple(gaps), tuple(replays)
         return StepTimeline(*done, collectives, step_us, num_tokens, memory, units, tuple(waits))
 
@@ -145,9 +150,9 @@ class Simulator:
         ranks = plan.micro_batches
         padded = [[m.padded_length for m in rank] for rank in ranks]
         if not plan.chains:
-            return _held(self.memory, [self.graph(len(padded[0]))] * len(padded), padded, ())
+            return _held(self.memory, [self.graph(len(padded[0]))] * len(padded), padded)
         graphs, units = self._sliced(plan)
-        return _held(self.memory, graphs, padded, units)
+        return _held(self.memory, graphs, padded, units, plan.window_bytes)
 
     def _sliced(self, plan: StepPlan) -> tuple[list[Graph], _Units]:
         """The schedule and the micro-batches of each data-parallel rank, made once for a plan."""
@@ -223,19 +228,24 @@ def slowest_us(
     """
     sizes = layout.pp_size, layout.vpp_size
     graphs = [slice_graph(sizes[0], own, sizes[1]) for own in plan.chains]
-    times, gaps = [], []
-    for rank in plan.micro_batches:
+    times, gaps, copies = [], [], list[Copies | None]()
+    for number, rank in enumerate(plan.micro_batches):
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
         before = prefixes if plan.chains else None
         times.append(stages.times_us(lengths, None, before, _together(rank), _again(rank)))
         gaps.append(np.zeros(len(rank)))
+        if plan.chains:
+            units = list(map(_unit, rank))
+            copies.append(_copies(stages, graphs[number], rank, units, plan.window_bytes))
     if not graphs:
         number = len(plan.micro_batches[0]) or 1
         graphs = [graph_of(*sizes, number, layout.group_size)] * len(times)
+        copies = [None] * len(times)
     if experts is None:
-        return max(float(g.step_us(*own)) for g, *own in zip(graphs, times, gaps, strict=True))
+        given = zip(graphs, times, gaps, copies, strict=True)
+        return max(float(graph.step_us(us, gap, [own])) for graph, us, gap, own in given)
     padded = [[m.padded_length for m in rank] for rank in plan.micro_batches]
-    *_, replays = _coupled(graphs, experts, times, padded, gaps)
+    *_, replays = _coupled(graphs, experts, times, padded, gaps, copies)
     return max(float(replayed.stop_us.max()) for replayed in replays)
 
 
@@ -255,6 +265,19 @@ def _divided(rank: Sequence[MicroBatchPlan]) -> list[bool]:
     return [m.divided for m in rank]
 
 
+def _copies(
+    stages: StageCosts,
+    graph: Graph,
+    rank: Sequence[MicroBatchPlan],
+    units: Sequence[Unit],
+    window_bytes: float,
+) -> Copies | None:
+    """What goes to the host and comes back in a replica's step, if anything does."""
+    alone = [len(m.spans) == 1 and m.slice is not None for m in rank]
+    tokens = [unit.num_tokens for unit in units]
+    return stages.copies(graph, tokens, alone, _again(rank), window_bytes)
+
+
 def _unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
     alone = unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
@@ -265,7 +288,8 @@ def _held(
     model: MemoryModel,
     graphs: Sequence[Graph],
     padded: Sequence[Sequence[int]],
-    units: Sequence[Sequence[Unit]],
+    units: Sequence[Sequence[Unit]] = (),
+    window_bytes: float = 0.0,
 ) -> tuple[StepMemory, ...]:
     result: list[StepMemory] = []
     own = units or [()] * len(graphs)
@@ -276,12 +300,16 @@ def _held(
         else:
             model.learn(map(Unit, chain.from_iterable(padded[some])))
         orders = (graph.order for graph in graphs[some])
-        result += map(partial(step_memory, model), orders, padded[some], own[some])
+        held = partial(step_memory, model, window_bytes=window_bytes)
+        result += map(held, orders, padded[some], own[some])
     return tuple(result)
 
 
 def _replays(
-    graphs: Sequence[Graph], times_us: Sequence[Floats], p2p_us: Sequence[Floats]
+    graphs: Sequence[Graph],
+    times_us: Sequence[Floats],
+    p2p_us: Sequence[Floats],
+    copies: Sequence[Copies | None],
 ) -> list[Replay]:
     """The replay of each data-parallel rank; those of one graph are replayed together."""
     together: dict[int, list[int]] = {}
@@ -291,10 +319,12 @@ def _replays(
     for ranks in together.values():
         graph = graphs[ranks[0]]
         if len(ranks) == 1:
-            result[ranks[0]] = graph.replay(times_us[ranks[0]], p2p_us[ranks[0]])
+            (one,) = ranks
+            result[one] = graph.replay(times_us[one], p2p_us[one], copies=[copies[one]])
             continue
         times, gaps = ([each[rank] for rank in ranks] for each in (times_us, p2p_us))
-        replayed = graph.replay(np.stack(times, axis=-1), np.stack(gaps, axis=-1))
+        stacked = np.stack(times, axis=-1), np.stack(gaps, axis=-1)
+        replayed = graph.replay(*stacked, copies=[copies[rank] for rank in ranks])
         starts, stops = replayed.start_us.T.copy(), replayed.stop_us.T.copy()
         result |= {rank: Replay(*both) for rank, *both in zip(ranks, starts, stops, strict=True)}
     return [result[rank] for rank in range(len(graphs))]
@@ -306,6 +336,7 @@ def _coupled(
     times_us: Sequence[Floats],
     num_tokens: Sequence[Sequence[int]],
     p2p_us: Sequence[Floats],
+    copies: Sequence[Copies | None],
 ) -> tuple[list[Floats], list[Floats], list[Replay]]:
     """What each data-parallel rank does, how long it waits for others, and its replay, where those
     of a group meet in layers of experts.
@@ -322,7 +353,8 @@ def _coupled(
                 f"data-parallel ranks {at} to {own.stop - 1} exchange tokens with experts in each "
                 "micro-batch, but run other numbers or orders; plan for ranks that run alike"
             )
-        did, waited, replay = groups.replay(graphs[at], times_us[own], num_tokens[own], p2p_us[own])
+        given = times_us[own], num_tokens[own], p2p_us[own], copies[own]
+        did, waited, replay = groups.replay(graphs[at], *given)
         busy += did
         waits += waited
         replays += map(Replay, replay.start_us.T.copy(), replay.stop_us.T.copy())

@@ -115,7 +115,9 @@ def _actions(
                     "tokens": f"{i.slice.start}-{i.slice.stop} of {i.slice.length}",
                 }
             if i.unit is not None and i.unit.recomputed:
-                event["args"]["recomputed"] = ("", "MLPs", "layers")[i.unit.recomputed]
+                event["args"]["recomputed"] = ("", "MLPs", "layers", "nothing: on the host")[
+                    i.unit.recomputed
+                ]
             if i.unit is not None and i.unit.ranks:
                 event["args"]["data_parallel_ranks"] = ", ".join(map(str, i.unit.ranks))
             events.append(event)

@@ -181,6 +181,8 @@ def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware
     if kind_of(str(flags["--wlb-packing"])).slices and scenario.memory_gib is not None:
         # Or training would choose them by time alone.
         flags["--wlb-memory-gib"] = int(10 * scenario.memory_gib) / 10
+        if scenario.execution.host_gib:
+            flags["--wlb-host-gib"] = scenario.execution.host_gib
     if scenario.parallelism.cp_size > 1:
         flags["--wlb-cp-sharding"] = sharding
     flags["--wlb-hardware"] = hardware

@@ -32,6 +32,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         """The most since :meth:`reset_peak`."""
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._left_out: list[Any] = []
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts tensors that exist already."""
@@ -42,6 +43,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storages[key] = (weakref.ref(storage, partial(self._forget, key)), size)
                 self._count(size)
 
+    def leave_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Never counts a tensor, which stands for another memory's; it must not be seen before."""
+        self._left_out.append(tensor.untyped_storage())
+        return tensor
+
     def reset_peak(self) -> None:
         self.peak = self.live
 
@@ -51,6 +57,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _recount(self, storage: Any) -> bool:
         """Counts what a known storage has been resized by; whether it is one."""
+        if any(storage is other for other in self._left_out):
+            return True
         known = self._storages.get(id(storage))
         if known is None:
             return False

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
+import torch
 from _quickstart.live_bytes import LiveBytes, step_bytes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from helpers.ranks import build_runner
 from helpers.workload import make_workload
-from megatron_wlb.cost.slices import LAYERS
+from megatron_wlb.cost.slices import HOST, LAYERS
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.settings.config import Config
 
+WINDOW_BYTES = 300_000.0
+"""Of each window, where micro-batches wait in the host's memory."""
 VOCAB_SIZE = 500
 """Vocabulary of the documents in :func:`measure_step`."""
 
@@ -30,6 +37,24 @@ class MeasuredMemory:
     """The most that forward and backward added."""
     update: int
     """The most that the optimizer's update added."""
+
+
+@contextlib.contextmanager
+def _without_slabs(live: LiveBytes) -> Iterator[None]:
+    """What is the host's memory is not counted; small activations go there, too."""
+    from megatron_wlb.runtime.stepping import offload
+
+    take = offload.Slabs.take
+
+    def hidden(slabs: offload.Slabs, num_bytes: int) -> list[torch.Tensor]:
+        with _disable_current_modes():
+            return [live.leave_out(slab) for slab in take(slabs, num_bytes)]
+
+    with (
+        mock.patch.object(offload.Slabs, "take", hidden),
+        mock.patch.object(offload, "SMALLEST_BYTES", 1),
+    ):
+        yield
 
 
 def measure_step(
@@ -75,11 +100,12 @@ def measure_step(
                     divided=divided and spans[0].is_slice,
                 )
             )
-    with LiveBytes() as live:
+    with LiveBytes() as live, _without_slabs(live):
         runner = build_runner(config, workload)
         dp_size = runner.model.groups.dp.size()
         of_ranks = (tuple(chains),) * dp_size if chains else ()
         plan = StepPlan(0, "given", (tuple(micro_batches),) * dp_size, 0, 0, of_ranks)
+        plan = dataclasses.replace(plan, window_bytes=WINDOW_BYTES if what == HOST else 0.0)
         chunks = runner.model.chunks
         optimizer, _ = build_optimizer(config, runner.model)
         parameters = [p for chunk in chunks for p in chunk.parameters()]

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megatron_wlb.cost.schedule.hosting import Clock, Copies
 from megatron_wlb.cost.schedule.order import Action, dataflow, schedule, sizes, sliced
 from megatron_wlb.errors import PlanError
 
@@ -196,6 +197,7 @@ class Graph:
         *,
         together: int = 1,
         stages: Sequence[bool] = (),
+        copies: Sequence[Copies | None] = (),
     ) -> Replay:
         """Starts every node as soon as what it waits for is done.
 
@@ -204,39 +206,59 @@ class Graph:
             p2p_us: ``[N]`` or ``[N, K]``: to bring a micro-batch's tensor to another rank.
             together: of so many alternatives in a row none starts an action before all can.
             stages: ``[S]``: in which virtual stages that is so.
+            copies: of each alternative, those of what waits in the host's memory.
         """
         durations, gaps = self._durations(times_us, p2p_us)
         alone = durations.ndim == 1 or together == 1
-        if alone and 0 < durations.size < SHORT_LEVEL * len(self._levels):
+        given = copies or [None] * (1 if durations.ndim == 1 else durations.shape[1])
+        if alone and (any(given) or 0 < durations.size < SHORT_LEVEL * len(self._levels)):
             if durations.ndim == 1:
-                return Replay(*self._replayed(durations, gaps))
-            each = [self._replayed(*one) for one in zip(durations.T, gaps.T, strict=True)]
-            return Replay(*np.moveaxis(np.array(each), 0, 2))
+                return Replay(*self._replayed(durations, gaps, given[0]))
+            each = map(self._replayed, durations.T, gaps.T, given)
+            return Replay(*np.moveaxis(np.array([*each]), 0, 2))
         start, stop = np.zeros_like(durations), np.zeros_like(durations)
         first, second = self._first, self._second
         meets = self._actions_of(stages) if together > 1 else None
+        clocks = [(at, Clock(own)) for at, own in enumerate(given) if own]
         for a, b in self._levels:
             ready = stop[second[a:b]]
             ready += gaps[a:b]
             np.maximum(ready, stop[first[a:b]], out=start[a:b])
+            copied = [
+                (node, at, clock)
+                for at, clock in clocks
+                for node in range(a, b)
+                if node in clock.copies.steps
+            ]
+            for node, at, clock in copied:
+                start[node, at] = clock.start_us(node, stop[first[node], at], start[node, at])
             if meets is not None:
                 own = start[a:b][meets[a:b]]
                 groups = own.reshape(len(own), own.shape[1] // together, together)
                 last = np.repeat(groups.max(axis=2), together, axis=1)
                 start[a:b][meets[a:b]] = last
             np.add(start[a:b], durations[a:b], out=stop[a:b])
+            for node, at, clock in copied:
+                clock.stop(node, stop[node, at])
         return Replay(start, stop)
 
-    def _replayed(self, durations: Floats, gaps: Floats) -> tuple[Floats, Floats]:
+    def _replayed(
+        self, durations: Floats, gaps: Floats, copies: Copies | None
+    ) -> tuple[Floats, Floats]:
         """Starts and stops of one alternative."""
         starts, stops = [0.0], [0.0]
+        clock, copied = (Clock(copies), copies.steps) if copies else (None, {})
         timed = zip(self._steps, gaps[1:].tolist(), durations[1:].tolist(), strict=True)
-        for (one, other), gap, duration in timed:
+        for node, ((one, other), gap, duration) in enumerate(timed, 1):
             start_us, ready_us = stops[one], stops[other] + gap
             if ready_us > start_us:
                 start_us = ready_us
+            if clock and node in copied:
+                start_us = clock.start_us(node, stops[one], start_us)
             starts.append(start_us)
             stops.append(start_us + duration)
+            if clock and node in copied:
+                clock.stop(node, stops[-1])
         return np.array(starts), np.array(stops)
 
     def _actions_of(self, stages: Sequence[bool]) -> Bools:
@@ -246,10 +268,20 @@ class Graph:
         meets: Bools = table[self._row]
         return meets
 
-    def step_us(self, times_us: Floats, p2p_us: Floats) -> Floats:
+    def step_us(
+        self, times_us: Floats, p2p_us: Floats, copies: Sequence[Copies | None] = ()
+    ) -> Floats:
         """Time from the first start to the last stop of an action: ``[]`` or ``[K]``."""
-        result: Floats = self.replay(times_us, p2p_us).stop_us[self._ends].max(axis=0, initial=0.0)
+        replayed = self.replay(times_us, p2p_us, copies=copies)
+        result: Floats = replayed.stop_us[self._ends].max(axis=0, initial=0.0)
         return result
+
+    def copies(self, times_us: Floats, hosted: Sequence[bool], window_us: float) -> Copies | None:
+        """The copies of ``hosted`` micro-batches, as :class:`.Copies` takes them; None: of none."""
+        if not any(hosted):
+            return None
+        numbers = [own.tolist() for own in self._of_rank]
+        return Copies(self.order, numbers, times_us, hosted, window_us)
 
     def of_rank(self, values: Floats, pp_rank: int) -> Floats:
         """The part of a replay's ``start_us`` or ``stop_us`` that is a rank's, in its order."""

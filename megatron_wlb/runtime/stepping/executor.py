@@ -30,6 +30,7 @@ from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.transfer import open_group
 from megatron_wlb.runtime.stepping.communicator import Contents, compare_contents
+from megatron_wlb.runtime.stepping.offload import Passage
 
 TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
 """Whether megatron-core is 0.16, whose backward pass takes a parameter that it does not use."""
@@ -249,6 +250,7 @@ def run_actions(
     num_microbatches: int,
     forward_only: bool,
     pg_collection: Any,
+    passage: Passage | None = None,
     reduce_late: bool = False,
     first_val_step: bool | None = None,
     force_all_reduce: bool | None = False,
@@ -257,8 +259,9 @@ def run_actions(
 
     The parameters by name are theirs, and so is the result: what the losses report, on the last
     stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out. With
-    ``reduce_late`` reduction begins after the last backward, and not during it: for ranks whose
-    last backward has collectives that others run before theirs.
+    a ``passage``, hosted micro-batches wait in the host's memory. With ``reduce_late`` reduction
+    begins after the last backward, and not during it: for ranks whose last backward has collectives
+    that others run before theirs.
     """
     config, links = transfers.config, transfers.links
     if forward_only:
@@ -278,6 +281,8 @@ def run_actions(
                 stack.enter_context(begin())
         posted = transfers.post(actions[0])
         for action, following in zip(actions, [*actions[1:], None], strict=True):
+            if passage is not None:
+                passage.before(action)
             arrival = posted
             posted = None if following is None else transfers.post(following)
             received = None if arrival is None else arrival.wait()
@@ -299,6 +304,8 @@ def run_actions(
                     is_last_stage=is_last,
                 )
                 num_tokens += tokens
+                if passage is not None:
+                    passage.behind(action, received, output)
                 transfers.send(action, output)
                 if not forward_only:
                     running[chunk, number] = received, output

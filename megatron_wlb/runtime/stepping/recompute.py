@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_wlb.cost.slices import LAYERS
+from megatron_wlb.cost.slices import HOST, LAYERS
 from megatron_wlb.errors import PlanError
 
 SAID = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -24,6 +24,8 @@ SAID = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 def _said(chunk: torch.nn.Module, what: int) -> list[tuple[Any, dict[str, Any]]]:
     """What is said to whom."""
+    if what == HOST:
+        return []
     if what == LAYERS:
         kinds = TransformerBlock, MultiTokenPredictionLayer
         read = {id(m.config): m.config for m in chunk.modules() if isinstance(m, kinds)}

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.cost.schedule.order import sliced
+from megatron_wlb.cost.slices import HOST
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
@@ -40,6 +41,7 @@ from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.stepping.losses import LossFunction, load_loss
 from megatron_wlb.runtime.stepping.merge import check_merged, open_groups
+from megatron_wlb.runtime.stepping.offload import Host, Passage
 from megatron_wlb.runtime.stepping.recompute import recomputed
 from megatron_wlb.settings.config import Config
 
@@ -261,13 +263,19 @@ class StepRunner:
         self.batches.has_head_start = has_head_start(self.model)
         self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]
+        again = [0 if forward_only else m.recomputed for m in micro_batches]
         if plan.chains:
             pp = model.groups.pp
             actions = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))[pp.rank()]
             verify = self.communicator.verify
             transfers = Transfers(self.links, lengths, model.config, verify, label)
             late = all(m.replicas for m in micro_batches)
-            schedule = partial(run_actions, actions, transfers, reduce_late=late)
+            passage = None
+            if HOST in again:
+                hosted = [what == HOST for what in again]
+                passage = Passage(self._host, actions, hosted, plan.window_bytes, self._stays)
+            options |= {"passage": passage, "reduce_late": late}
+            schedule = partial(run_actions, actions, transfers)
         else:
             self.communicator.begin(lengths, forward_only=forward_only, label=label)
             schedule = partial(
@@ -277,7 +285,6 @@ class StepRunner:
                 p2p_communicator=self.communicator,
             )
         stages = [Stage(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
-        again = [0 if forward_only else m.recomputed for m in micro_batches]
         with (
             self.batches.ahead(micro_batches, stages) as iterators,
             _divided_by(plan.num_targets, model.config),
@@ -306,6 +313,18 @@ class StepRunner:
         slices, if it was not set before.
         """
         return Links.open(self.model.groups.pp, self.timeout, len(self.model.chunks))
+
+    @cached_property
+    def _host(self) -> Host:
+        return Host(torch.device(self.batches.device))
+
+    def _stays(self) -> Iterator[torch.Tensor]:
+        """What passes save that is no activation of theirs."""
+        for gpt in self.model.gpts:
+            yield from gpt.parameters()
+            yield from gpt.buffers()
+        for buffer in self.batches.slices.buffers.values():
+            yield buffer.pair
 
     def _open_groups(self, plan: StepPlan) -> None:
         """Opens the groups that this plan is the first to need; all ranks have come to it."""

@@ -263,13 +263,14 @@ class _ContextAttention(torch.autograd.Function):
         ctx.run = run
         with torch.enable_grad():
             ctx.parts = list(run.forward(query, key, value, keep=True))
+        ctx.calls = [call for part in ctx.parts for call in part.calls]
         return _joined([part.out.detach() for part in ctx.parts])
 
     @staticmethod
     def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
-        parts, ctx.parts = ctx.parts, None
+        (parts, ctx.parts), ctx.calls = (ctx.parts, None), ()
         if parts is None:
             raise RuntimeError("backward ran through this attention before; run forward again")
         key, value = ctx.saved_tensors

@@ -145,6 +145,11 @@ class JoinedCall:
         self.out, self.lse = kernel.forward(self.query, key, value, parts.near, scale, causal=True)
         self._grads: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, but keys and values."""
+        return self.query, self.out, self.lse
+
     def add(self, pair: torch.Tensor) -> None:
         """Attends to the far keys ``[…, 2, G, D]`` too."""
         far = self.parts.far

@@ -186,6 +186,11 @@ class KernelCall(NamedTuple):
         query, key, value = (t.detach().requires_grad_(keep) for t in (query, key, value))
         return cls((query, key, value), kernel(query, key, value, segments, scale))
 
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, besides what a graph of its own keeps."""
+        return self.inputs[0], self.out
+
     def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gradients of query, key and value."""
         return torch.autograd.grad(self.out, self.inputs, grad)
@@ -225,6 +230,11 @@ class PrefixCall:
             pairs = (torch.split(part, num_queries) for part in (outs, lses.t()))
             for out, lse in zip(*pairs, strict=True):
                 join(self.out, self.lse.t(), out, lse)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, but keys and values."""
+        return self.query, self.out, self.lse
 
     def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gradients of the queries. Those of keys and values are added to ``sums``
@@ -456,15 +466,15 @@ class _SliceAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice
     ) -> torch.Tensor:
-        ctx.run, ctx.call = run, _forward(query, key, value, run, keep=True)
-        out: torch.Tensor = ctx.call.out.detach()
+        ctx.run, ctx.calls = run, (_forward(query, key, value, run, keep=True),)
+        out: torch.Tensor = ctx.calls[0].out.detach()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run, call, ctx.call = ctx.run, ctx.call, None
+        run, calls, ctx.calls = ctx.run, ctx.calls, ()
         buffer, grad = run.turn()
-        (grad_query,) = run.differentiate([call], grad_out, grad)
+        (grad_query,) = run.differentiate(calls, grad_out, grad)
         pair = run.rows(grad).to(buffer.pair.dtype)
         run.turned()
         return grad_query, *run.halves(pair), None

@@ -1,0 +1,108 @@
+"""Micro-batches that wait in the host's memory compute what one process computes with each document
+alone: loss, every gradient, and the weights after several steps.
+
+Slabs and windows are small here, so that copies straddle slabs and passes have to wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.layouts import GATHER, OVERLAP, VERIFY_SHAPES, Differences, Layout, further
+from helpers.ranks import divided, half_recomputed, sliced_for
+
+from megatron_wlb.cost.slices import HOST
+from megatron_wlb.plan import StepPlan
+
+ETP1 = "--expert-tensor-parallel-size 1"
+
+
+def hosted_for(config: Any, workload: Any, world_size: int, step: int) -> StepPlan:
+    plan = half_recomputed(sliced_for(config, workload, world_size, step), HOST)
+    return dataclasses.replace(plan, window_bytes=[1e5, 0.0, 1e9][step % 3])
+
+
+def divided_for(config: Any, workload: Any, world_size: int, step: int) -> StepPlan:
+    return divided(hosted_for(config, workload, world_size, step))
+
+
+def every_for(config: Any, workload: Any, world_size: int, step: int) -> StepPlan:
+    """All micro-batches wait there."""
+    plan = hosted_for(config, workload, world_size, step)
+    ranks = [[dataclasses.replace(m, recomputed=HOST) for m in own] for own in plan.micro_batches]
+    return dataclasses.replace(plan, micro_batches=tuple(map(tuple, ranks)))
+
+
+@contextlib.contextmanager
+def with_small_slabs(runner: Any) -> Iterator[None]:
+    """Asserts that passes do go to the host, and that nothing does in evaluation."""
+    from megatron_wlb.runtime.stepping import offload
+
+    run_schedule, made = runner.run_schedule, offload.Passage
+    passages: list[offload.Passage] = []
+
+    def passage(*given: Any) -> offload.Passage:
+        passages.append(made(*given))
+        return passages[-1]
+
+    def counted(plan: StepPlan, *args: Any, forward_only: bool, **options: Any) -> Any:
+        passages.clear()
+        reports = run_schedule(plan, *args, forward_only=forward_only, **options)
+        own = plan.micro_batches[runner.model.groups.dp.rank()]
+        waits = not forward_only and any(m.recomputed == HOST for m in own)
+        assert [one.num_bytes > 10_000 for one in passages] == [True] * waits
+        return reports
+
+    with (
+        mock.patch.object(offload, "SMALLEST_BYTES", 1),
+        mock.patch.object(offload, "SLAB_BYTES", 4096),
+        mock.patch("megatron_wlb.runtime.stepping.step.Passage", passage),
+        mock.patch.object(runner, "run_schedule", counted),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("case", "plan_for"),
+    [
+        (Layout("llama", 2, pp=2, vpp=2, extra=GATHER), hosted_for),
+        (Layout("llama", 1, cp=2, tp="2sp", sharding="per-document"), divided_for),
+        (Layout("moe-seq", 4, pp=2, dp=2, ep=2), hosted_for),
+        further(Layout("gpt2", 1), every_for),
+        further(Layout("gpt2", 1, pp=2, dp=2, extra=OVERLAP), every_for),
+        further(Layout("mixed", 1, cp=2, sharding="per-document"), every_for),
+        further(Layout("mixed", 4, pp=4, vpp=2, extra=VERIFY_SHAPES), every_for),
+        further(Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1), every_for),
+        further(Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2), every_for),
+    ],
+    ids=str,
+)
+def test_micro_batches_wait_in_the_hosts_memory(
+    wrong: Differences, case: Layout, plan_for: Any
+) -> None:
+    assert wrong(case, with_small_slabs, plan_for) == []
+
+
+@contextlib.contextmanager
+def with_wrong_bytes(runner: Any) -> Iterator[None]:
+    """What comes back has lost its last part, which is zeros."""
+    from megatron_wlb.runtime.stepping import offload
+
+    pairs = offload._Kept.pairs
+
+    def lost(kept: Any) -> Iterator[Any]:
+        *others, (slab, whole) = pairs(kept)
+        return iter([*others, (torch.zeros_like(slab), whole)])
+
+    with with_small_slabs(runner), mock.patch.object(offload._Kept, "pairs", lost):
+        yield
+
+
+def test_bytes_that_are_lost_on_the_way_are_seen(wrong: Differences) -> None:
+    assert wrong(Layout("llama", 1), with_wrong_bytes, every_for)
