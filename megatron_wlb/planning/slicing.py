@@ -63,6 +63,8 @@ made up; with virtual stages real ones may need a tenth more."""
 WINDOWS = (8, 10, 12, 16)
 """Windows that are tried, as :attr:`Way.windows`, until one leaves enough room. Large ones let
 copies lag behind longer before passes wait for them."""
+WORST_SHARE = 0.25
+"""What each of the worst steps counts in the choice of a way, if micro-batches may wait there."""
 COPY_PRICE = 0.1
 """What of a copy's time to the host is a price, where units are chosen for it."""
 SLICE_MULTIPLE = 128
@@ -179,6 +181,8 @@ class Slicer:
         self._tried = [Way(number, divides) for number in ([num_units] if num_units else tried)]
         self._next_sweep = 0  # the first step in which the number is chosen again
         self._peaks_bytes: dict[Way, float] = {}
+        self._worst_us: dict[Way, float] = {}  # of all worst steps, where units may be hosted
+        self._may_host = bool(memory and memory.host_bytes and costs.stages.host)
         self._memory, self._longest = memory, max((max(own) for own in worst), default=0)
         self._most_tokens = max(map(sum, worst), default=0)  # of steps that were looked at
         self._tight: set[Way] = set()  # with which something may be recomputed
@@ -227,7 +231,7 @@ class Slicer:
                 others = [way._replace(divided=True)] if may_divide else []
                 for other in others:
                     self._look_at(other, memory, worst)
-                for one in [way, *others] if self._costs.stages.host and memory.host_bytes else ():
+                for one in [way, *others] if self._may_host else ():
                     for windows in WINDOWS:
                         others.append(one._replace(windows=windows))
                         self._look_at(others[-1], memory, worst)
@@ -236,13 +240,11 @@ class Slicer:
                 self._tried += others
         peaks = self._peaks_bytes
         fitting = [way for way in self._tried if peaks[way] <= memory.limit_bytes]
-        # What is as fast, about, and waits for the host where it must, recomputes less in others.
-        fitting.sort(key=lambda way: not way.windows)
         self._tried = fitting or [min(self._tried, key=lambda way: (peaks[way], way))]
 
     def _look_at(self, way: Way, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
         """Notes what the worst steps need, and whether something must be recomputed for that."""
-        self._peaks_bytes[way] = 0.0
+        self._peaks_bytes[way] = self._worst_us[way] = 0.0
         for lengths in worst:
             documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
             # The first of replicas that run alike has the longest document of each chain.
@@ -255,6 +257,8 @@ class Slicer:
                 units = self._with_room(units)
                 peak_bytes = memory.peak_bytes(units[0], self._layout)
             self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
+            if self._may_host:
+                self._worst_us[way] = self.simulated_us(units * self._alike) + self._worst_us[way]
 
     def alone(self, documents: Sequence[Document], num_units: int) -> Units:
         """The units of one replica that runs all of the documents, in about so many.
@@ -378,6 +382,11 @@ class Slicer:
     def _choose(self, dealt: _Dealt) -> Way:
         """The way in which a step is shortest, in simulation, or about so."""
         steps_us = [self._step_us(dealt, way) for way in self._tried]
+        if any(way.windows for way in self._tried):
+            # This step may be a light one, in which copies hinder nobody.
+            worst_us = [WORST_SHARE * self._worst_us[way] for way in self._tried]
+            totals_us = [own + worst for own, worst in zip(steps_us, worst_us, strict=True)]
+            return self._tried[totals_us.index(min(totals_us))]
         limit_us = (1 + WORTH_MORE_UNITS) * min(steps_us)
         return next(way for way, us in zip(self._tried, steps_us, strict=True) if us <= limit_us)
 

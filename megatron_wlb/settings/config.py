@@ -112,8 +112,8 @@ class WlbConfig:
     )
     wlb_host_gib: float = setting(
         0.0,
-        "GiB of the host's memory for each device, where micro-batches of slices (`slim`) for which "
-        "it has no room may wait, instead of being recomputed, where that is faster in simulation",
+        "GiB of the host's memory for each device, where micro-batches of slices (`slim`) may wait "
+        "for which it has no room, instead of being recomputed, if that is faster in simulation",
         least=0,
     )
     wlb_slice_cache: Literal["auto", "whole", "divided"] = setting(

@@ -60,7 +60,7 @@ def with_small_slabs(runner: Any) -> Iterator[None]:
         return reports
 
     with (
-        mock.patch.object(offload, "SMALLEST_BYTES", 1),
+        mock.patch.object(offload, "SMALL", 0.0),
         mock.patch.object(offload, "SLAB_BYTES", 4096),
         mock.patch("megatron_wlb.runtime.stepping.step.Passage", passage),
         mock.patch.object(runner, "run_schedule", counted),

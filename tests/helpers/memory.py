@@ -41,7 +41,7 @@ class MeasuredMemory:
 
 @contextlib.contextmanager
 def _without_slabs(live: LiveBytes) -> Iterator[None]:
-    """What is the host's memory is not counted; small activations go there, too."""
+    """What is the host's memory is not counted."""
     from megatron_wlb.runtime.stepping import offload
 
     take = offload.Slabs.take
@@ -50,10 +50,7 @@ def _without_slabs(live: LiveBytes) -> Iterator[None]:
         with _disable_current_modes():
             return [live.leave_out(slab) for slab in take(slabs, num_bytes)]
 
-    with (
-        mock.patch.object(offload.Slabs, "take", hidden),
-        mock.patch.object(offload, "SMALLEST_BYTES", 1),
-    ):
+    with mock.patch.object(offload.Slabs, "take", hidden):
         yield
 
 

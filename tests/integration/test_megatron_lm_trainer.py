@@ -39,6 +39,7 @@ EVALUATED: Flags = {"eval_interval": 2, "eval_iters": 2}
 UNMERGED: Flags = SLICES | {"wlb_dp_merge": "off"}
 TIGHT: Flags = {"wlb_memory_gib": 0.002}
 """Less than some steps need, unless they recompute."""
+HOSTED: Flags = TIGHT | {"wlb_host_gib": 0.01}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ CASES = {
     ),
     "slices-cp2-divided": Case(2, CP2 | UNMERGED | {"wlb_slice_cache": "divided"}),
     "slices-pp2-vpp2": Case(2, PP2_VPP2 | UNMERGED | EVALUATED, TIGHT, is_long=True),
+    "slices-hosted": Case(2, PP2_VPP2 | UNMERGED | EVALUATED, HOSTED),
     "slices-uneven": Case(
         4, PP2 | DP2 | UNMERGED | {"num_layers": 6, "decoder_last_pipeline_num_layers": 2}
     ),
@@ -112,8 +114,9 @@ def test_launcher_trains_as_the_embedded_trainer(
     # Megatron-LM evaluates once more at the end: the same documents, by the same weights.
     found = [float(loss) for loss in validations(launched)]
     assert found[: len(evaluated)] == pytest.approx(evaluated, rel=ROUNDING)
-    again = sum(line.get("recomputed_tokens", 0) for line in read_metrics(tmp_path / "launched"))
-    assert (again > 0) == (case.launched is TIGHT)
+    for name, flags_of in (("recomputed_tokens", TIGHT), ("hosted_tokens", HOSTED)):
+        number = sum(line.get(name, 0) for line in read_metrics(tmp_path / "launched"))
+        assert (number > 0) == (case.launched is flags_of)
     for depth in range(1, flags.get("mtp_num_layers", 0) + 1):
         # In seven digits; Megatron counts the first one in the second again.
         theirs = [line[f"mtp_{depth}_loss"] for line in lines if "loss" in line][2:]

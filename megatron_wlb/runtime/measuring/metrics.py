@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_wlb.cost.slices import HOST
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.rank_main import writing
@@ -17,8 +18,12 @@ from megatron_wlb.runtime.saving import lock
 
 def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, float]:
     """What ran and what it took, as every log names it: the step, and in it the wait for a plan."""
-    recomputed = sum(m.length for m in plan if m.recomputed)
-    of_slices = {"merged_documents": plan.num_merged, "recomputed_tokens": recomputed}
+    hosted = sum(m.length for m in plan if m.recomputed == HOST)
+    of_slices = {
+        "merged_documents": plan.num_merged,
+        "recomputed_tokens": sum(m.length for m in plan if m.recomputed) - hosted,
+        "hosted_tokens": hosted,
+    }
     return {
         "tokens": plan.num_tokens,
         "targets": plan.num_targets,

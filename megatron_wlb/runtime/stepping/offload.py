@@ -22,8 +22,9 @@ import torch
 from megatron_wlb.cost.schedule.hosting import Window, hosted_passes
 from megatron_wlb.cost.schedule.order import Action, Pass
 
-SMALLEST_BYTES = 1 << 20
-"""Storages below stay: copies of theirs would take longer to launch than to run."""
+SMALL = 1 / 256
+"""Storages with less than such a share of a pass's largest one stay. There are many, and to launch
+their copies would take longer than these run."""
 WHOLE = torch.uint8, torch.int32, torch.int64
 """Numbers of these are places, counts and FP8 weights, which other passes may need."""
 SLAB_BYTES = 1 << 23
@@ -177,8 +178,10 @@ class Passage:
         found = [
             storage
             for name, storage in storages.items()
-            if name not in stays and storage.nbytes() >= SMALLEST_BYTES and storage.resizable()
+            if name not in stays and storage.resizable() and storage.nbytes()
         ]
+        least = SMALL * max((storage.nbytes() for storage in found), default=0)
+        found = [storage for storage in found if storage.nbytes() >= least]
         kept = _Kept(found, [storage.nbytes() for storage in found])
         kept.slabs = self._host.slabs.take(kept.num_bytes)
         # Slabs may still be read, by copies back.

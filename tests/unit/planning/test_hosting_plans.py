@@ -1,0 +1,196 @@
+"""Plans in which micro-batches wait in the host's memory: when, how many, and for what."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from helpers.machines import H100
+
+from megatron_wlb.cost import Execution, Hardware, Parallelism, Recompute
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.slices import HOST, Unit
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.room import MemoryLimit
+from megatron_wlb.planning.run import Run
+from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.simulator.step import Simulator
+
+WINDOW, NUM_STEPS = 131072, 4
+MACHINE = dataclasses.replace(H100, host_link_gb_s=50.0)
+LAYOUT = Parallelism(tp_size=4, cp_size=2, pp_size=4, vpp_size=8, dp_size=2, sequence_parallel=True)
+EXPERTS = Parallelism(
+    tp_size=2,
+    cp_size=2,
+    pp_size=4,
+    vpp_size=8,
+    dp_size=2,
+    ep_size=8,
+    etp_size=1,
+    sequence_parallel=True,
+)
+
+
+def run_with(
+    host_gib: float,
+    limit_gib: float = 65.0,
+    machine: Hardware = MACHINE,
+    *,
+    model: str = "7b",
+    layout: Parallelism = LAYOUT,
+) -> Run:
+    shape = padded_vocabulary(load_model(model), 8)
+    execution = Execution(layout, host_gib=host_gib)
+    return Run(shape, execution, machine, WINDOW, 8 * layout.dp_size, memory_gib=limit_gib)
+
+
+def planner_of(run: Run, packing: str = "slim") -> Planner:
+    setting = PackingSettings.parse(packing, WINDOW, 2 * WINDOW)
+    source = LengthSource.of_distribution("reference")
+    return run.workload(source, seed=1).planner(setting, NUM_STEPS, costs=run.costs)
+
+
+def steps(run: Run, packing: str = "slim") -> list[StepPlan]:
+    return list(planner_of(run, packing).plans(NUM_STEPS))
+
+
+def peak_gib(run: Run, plans: list[StepPlan]) -> float:
+    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
+    return max(held.peak_bytes for plan in plans for held in simulator.plan_memory(plan)) / GIB
+
+
+def total_us(run: Run, plans: list[StepPlan]) -> float:
+    return sum(Simulator(run.costs, run.parallelism).step(plan).step_us for plan in plans)
+
+
+def num_hosted(plans: list[StepPlan]) -> int:
+    return sum(m.recomputed == HOST for plan in plans for m in plan)
+
+
+def test_waiting_in_the_hosts_memory_is_faster_than_recomputing() -> None:
+    free, within, without = run_with(0.0, 1000.0), run_with(200.0), run_with(0.0)
+    plain, hosted, recomputed = (steps(run, "slim:24") for run in (free, within, without))
+    assert peak_gib(free, plain) > 80.0
+    for run, plans in ((within, hosted), (without, recomputed)):
+        assert peak_gib(run, plans) <= 65.0
+    assert num_hosted(hosted) and not num_hosted(recomputed)
+    least_us, us, more_us = (
+        total_us(run, plans)
+        for run, plans in ((free, plain), (within, hosted), (without, recomputed))
+    )
+    assert least_us <= us < least_us + 0.6 * (more_us - least_us)
+
+
+def test_a_device_without_need_sends_nothing() -> None:
+    plans, before = steps(run_with(200.0, 1000.0)), steps(run_with(0.0, 1000.0))
+    assert not num_hosted(plans)
+    assert [plan.digest for plan in plans] == [plan.digest for plan in before]
+
+
+def test_plan_says_what_is_hosted_and_through_which_windows() -> None:
+    plans = steps(run_with(200.0))
+    plan = next(plan for plan in plans if num_hosted([plan]))
+    assert 65.0 * GIB / 16 <= plan.window_bytes <= 65.0 * GIB / 8
+    others = [
+        dataclasses.replace(plan, window_bytes=0.0),
+        dataclasses.replace(
+            plan,
+            micro_batches=tuple(
+                tuple(dataclasses.replace(m, recomputed=0) for m in own)
+                for own in plan.micro_batches
+            ),
+        ),
+    ]
+    assert len({plan.digest, *(other.digest for other in others)}) == 3
+
+
+@pytest.mark.parametrize("host_gib", [5.0, 20.0])
+def test_hosts_memory_suffices(host_gib: float) -> None:
+    run = run_with(host_gib)
+    for plan in steps(run, "slim:16"):
+        for units in Simulator(run.costs, run.parallelism, memory=run.memory)._sliced(plan)[1]:
+            given = [unit for unit in units if unit.recomputed == HOST]
+            for tapes in run.memory.tapes:
+                kept = sum(run.memory.hosted_bytes(tape, given).sum() for tape in tapes)
+                assert kept <= host_gib * GIB
+
+
+def test_slow_link_is_not_used() -> None:
+    slow = dataclasses.replace(MACHINE, host_link_gb_s=2.0)
+    assert not num_hosted(steps(run_with(200.0, machine=slow)))
+
+
+def test_replicas_that_meet_host_the_same() -> None:
+    fast = dataclasses.replace(MACHINE, host_link_gb_s=400.0)
+    mixtral = {"model": "mixtral-8x7b", "layout": EXPERTS, "machine": fast}
+    free = run_with(0.0, 1000.0, **mixtral)
+    limit_gib = 0.75 * peak_gib(free, steps(free, "slim:32"))
+    run = run_with(200.0, limit_gib, **mixtral)
+    assert run.alike == 2
+    plans = steps(run, "slim:32")
+    assert num_hosted(plans)
+    for plan in plans:
+        first, *others = [[m.recomputed for m in own] for own in plan.micro_batches]
+        assert all(other == first for other in others)
+    assert peak_gib(run, plans) <= limit_gib
+    assert total_us(run, plans) >= total_us(free, [without_hosts(plan) for plan in plans])
+
+
+def without_hosts(plan: StepPlan) -> StepPlan:
+    ranks = [
+        tuple(dataclasses.replace(m, recomputed=m.recomputed % HOST) for m in own)
+        for own in plan.micro_batches
+    ]
+    return dataclasses.replace(plan, micro_batches=tuple(ranks), window_bytes=0.0)
+
+
+def test_resumed_run_plans_the_same() -> None:
+    run = run_with(200.0)
+    planner = planner_of(run)
+    list(planner.plans(2))
+    state = json.loads(json.dumps(planner.state_dict()))
+    assert state["slicing"]["windows"] in (8, 10, 12, 16)
+    rest = [plan.digest for plan in planner.plans(2)]
+    other = planner_of(run)
+    other.load_state_dict(state)
+    assert [plan.digest for plan in other.plans(2)] == rest
+    elsewhere = planner_of(run_with(0.0))  # which chooses anew
+    elsewhere.load_state_dict(state)
+    assert not num_hosted(list(elsewhere.plans(2)))
+
+
+def test_nothing_waits_where_all_layers_are_recomputed() -> None:
+    run = run_with(200.0, 40.0).executed(recompute=Recompute("full", "uniform", 1))
+    assert not num_hosted(steps(run))
+
+
+def test_machine_without_the_figure_is_refused() -> None:
+    unknown = dataclasses.replace(H100, host_link_gb_s=None)
+    with pytest.raises(ConfigError, match=r"--wlb-host-gib is 200, .* figure host_link_gb_s"):
+        planner_of(run_with(200.0, machine=unknown))
+
+
+def test_host_that_has_no_memory_changes_nothing() -> None:
+    run = run_with(0.0)
+    assert [plan.digest for plan in steps(run)] == [
+        plan.digest
+        for plan in steps(run_with(0.0, machine=dataclasses.replace(MACHINE, host_link_gb_s=None)))
+    ]
+    assert isinstance(run.memory_limit, MemoryLimit) and not run.memory_limit.host_bytes
+    slicer = planner_of(run).slicing
+    assert isinstance(slicer, Slicer) and slicer.windows == 0
+
+
+def test_hosted_bytes_are_what_a_pass_keeps_but_what_it_received() -> None:
+    run = run_with(0.0)
+    (tape, *_), *_ = run.memory.tapes
+    last = run.memory.tapes[-1][-1]
+    (first, end) = (run.memory.hosted_bytes(of, [Unit(1000)])[0] for of in (tape, last))
+    assert 0.9 * 1000 * tape.saved_per_token < first <= 1000 * tape.saved_per_token
+    assert end == pytest.approx(1000 * (last.saved_per_token - last.operations[0].saved))
