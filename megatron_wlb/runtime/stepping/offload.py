@@ -65,18 +65,20 @@ class _Lane:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(
-        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], behind: _Lane | None = None
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        after: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event | None:
-        """Copies ``(to, from)`` behind all passes so far, and all copies of another lane; what to
-        wait for.
+        """Copies ``(to, from)`` behind all passes so far, and ``after`` another copy; what to wait
+        for.
         """
         if self._stream is None:
             for to, source in pairs:
                 to.copy_(source)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
-        if behind is not None and behind._stream is not None:
-            self._stream.wait_stream(behind._stream)
+        if after is not None:
+            self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
@@ -157,7 +159,7 @@ class Passage:
             for storage, size in zip(kept.storages, kept.sizes, strict=True):
                 storage.resize_(size)
             pairs = ((whole, slab) for slab, whole in kept.pairs())
-            kept.came = self._host.back.copy(pairs, behind=self._host.out)
+            kept.came = self._host.back.copy(pairs, after=kept.gone)
         one = action.chunk, action.micro_batch
         if action.kind == "B" and one in self._kept:
             kept = self._kept.pop(one)
@@ -184,8 +186,8 @@ class Passage:
         found = [storage for storage in found if storage.nbytes() >= least]
         kept = _Kept(found, [storage.nbytes() for storage in found])
         kept.slabs = self._host.slabs.take(kept.num_bytes)
-        # Slabs may still be read, by copies back.
-        kept.gone = self._host.out.copy(kept.pairs(), behind=self._host.back)
+        # Slabs that were read before are free: the passes have waited for those copies.
+        kept.gone = self._host.out.copy(kept.pairs())
         self._kept[action.chunk, action.micro_batch] = kept
         self._window.behind(action, kept.num_bytes)
         self.num_bytes += kept.num_bytes
