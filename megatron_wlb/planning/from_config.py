@@ -169,7 +169,7 @@ def execution(config: Config, dp_size: int = 1) -> Execution:
         reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
         replicas_meet=config.replicas_meet,
         recomputes=not config.parallel.use_torch_fsdp2,
-        host_gib=wlb.wlb_host_gib,
+        host_gib=wlb.wlb_host_gib if wlb.wlb_strategies is None else 0.0,
         expert_imbalance=wlb.wlb_expert_imbalance,
     )
 

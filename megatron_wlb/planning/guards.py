@@ -42,7 +42,7 @@ def _without_effect(config: Config, world_size: int) -> dict[str, str]:
     w, p, default = config.wlb, config.parallel, WlbConfig()
     found = unread(w)
     if w.wlb_strategies is not None:  # whose replicas have layouts of their own
-        return found
+        return found | ({"wlb_host_gib": "one layout for all steps"} if w.wlb_host_gib else {})
     has_stages, has_context = p.pipeline_model_parallel_size > 1, p.context_parallel_size > 1
     tables = has_context or w.wlb_cost != "analytic"
     pipeline = "--pipeline-model-parallel-size of at least 2"

@@ -381,14 +381,15 @@ class Slicer:
 
     def _choose(self, dealt: _Dealt) -> Way:
         """The way in which a step is shortest, in simulation, or about so."""
-        steps_us = [self._step_us(dealt, way) for way in self._tried]
-        if any(way.windows for way in self._tried):
+        steps_us = {way: self._step_us(dealt, way) for way in self._tried}
+        if any(way.windows for way in steps_us):
             # This step may be a light one, in which copies hinder nobody.
-            worst_us = [WORST_SHARE * self._worst_us[way] for way in self._tried]
-            totals_us = [own + worst for own, worst in zip(steps_us, worst_us, strict=True)]
-            return self._tried[totals_us.index(min(totals_us))]
-        limit_us = (1 + WORTH_MORE_UNITS) * min(steps_us)
-        return next(way for way, us in zip(self._tried, steps_us, strict=True) if us <= limit_us)
+            best = min(steps_us, key=lambda way: steps_us[way] + WORST_SHARE * self._worst_us[way])
+            if best.windows:
+                return best
+        least_us = min(us for way, us in steps_us.items() if not way.windows)
+        limit_us = (1 + WORTH_MORE_UNITS) * least_us
+        return next(way for way, us in steps_us.items() if us <= limit_us and not way.windows)
 
     def _step_us(self, dealt: _Dealt, way: Way) -> float:
         """Time of forwards and backwards, simulated, of the group with most work."""

@@ -15,11 +15,14 @@ from megatron_wlb.cost.slices import HOST, Unit
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning import guards
+from megatron_wlb.planning.from_config import execution
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.step import Simulator
 
 WINDOW, NUM_STEPS = 131072, 4
@@ -174,6 +177,19 @@ def test_machine_without_the_figure_is_refused() -> None:
     unknown = dataclasses.replace(H100, host_link_gb_s=None)
     with pytest.raises(ConfigError, match=r"--wlb-host-gib is 200, .* figure host_link_gb_s"):
         planner_of(run_with(200.0, machine=unknown))
+
+
+def test_strategies_have_no_such_memory(caplog: pytest.LogCaptureFixture) -> None:
+    config = parse(["--wlb-strategies", "tp1", "--wlb-host-gib", "5"])
+    assert execution(config).host_gib == 0.0
+    guards.check(config, 1)
+    assert "--wlb-host-gib 5.0 has no effect: it counts only with one layout" in caplog.text
+
+
+def test_fp8_is_refused() -> None:
+    flags = "--wlb-packing slim --wlb-host-gib 5 --bf16 --fp8-format e4m3"
+    (line,) = guards.refusals(parse(flags.split()), 1)
+    assert line.startswith("--wlb-host-gib is 5.0, but what FP8 layers keep")
 
 
 def test_host_that_has_no_memory_changes_nothing() -> None:
