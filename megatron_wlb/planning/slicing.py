@@ -63,10 +63,11 @@ made up; with virtual stages real ones may need a tenth more."""
 WINDOWS = (8, 10, 12, 16)
 """Windows that are tried, as :attr:`Way.windows`, until one leaves enough room. Large ones let
 copies lag behind longer before passes wait for them."""
-WORST_SHARE = 0.25
+WORST_SHARE = 0.1
 """What each of the worst steps counts in the choice of a way, if micro-batches may wait there."""
-COPY_PRICE = 0.1
-"""What of a copy's time to the host is a price, where units are chosen for it."""
+COPY_PRICE, LAG_PRICE = 0.05, 0.2
+"""What of a copy's time to the host is a price, where units are chosen for it; and what of that by
+which it is longer than the forward, so that it lags behind."""
 SLICE_MULTIPLE = 128
 """Tokens that cuts are multiples of, as kernels like it."""
 SLICES_OF_A_WINDOW = 64
@@ -434,14 +435,16 @@ class Slicer:
     def _again_us(self, units: Units) -> Floats:
         """What it takes to recompute units, ``[kinds, units]``, by :attr:`.Unit.recomputed`.
 
-        Copies run beside passes; they have a share of their time.
+        Copies run beside passes, so that their price is a share of their time.
         """
         (forward_us, _), _, _ = self.times_us(units._replace(recomputed=()))
         stages, tokens = self._costs.stages, np.array(self._rank_tokens(units))
         again = [stages.again_us(forward_us, tokens, kind).sum(axis=0) for kind in KINDS]
         if stages.host is not None:
             alone = [len(own) == 1 for own in units.spans]
-            again[HOST] = COPY_PRICE * stages.host.times_us(tokens, alone).sum(axis=0)
+            copies_us = stages.host.times_us(tokens, alone)
+            lags_us = np.maximum(0.0, copies_us - forward_us)
+            again[HOST] = (COPY_PRICE * copies_us + LAG_PRICE * lags_us).sum(axis=0)
         return np.array(again)
 
     def _lay(self, dealt: _Dealt, group: int, way: Way) -> list[Units]:
