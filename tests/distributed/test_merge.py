@@ -29,6 +29,7 @@ from helpers.layouts import (
 from helpers.ranks import build_runner, half_recomputed
 from helpers.workload import Workload, slice_up
 
+from megatron_wlb.cost.slices import HOST
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
@@ -116,14 +117,21 @@ def recomputed_for(config: Config, workload: Workload, world_size: int, step: in
     return half_recomputed(merged_for(config, workload, world_size, step))
 
 
+def hosted_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    return half_recomputed(merged_for(config, workload, world_size, step), HOST)
+
+
 @pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
 def test_ranks_together_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
     assert wrong(case, plan_for=merged_for) == []
 
 
 @pytest.mark.long
-def test_ranks_together_recompute_some_micro_batches(wrong: Differences) -> None:
-    assert wrong(DP4, plan_for=recomputed_for) == []
+@pytest.mark.parametrize("plan_for", [recomputed_for, hosted_for])
+def test_ranks_together_keep_little_of_some_micro_batches(
+    wrong: Differences, plan_for: Callable[..., StepPlan]
+) -> None:
+    assert wrong(DP4, plan_for=plan_for) == []
 
 
 # What must not pass. Each breaks the run of a layout that is equal to the oracle above.

@@ -12,7 +12,7 @@ from typing import Any
 from helpers.oracle import State
 from helpers.shards import Held, RankRun, held_by, whole_name
 from helpers.workload import OwnLoss, Workload, run_alike, scatter, slice_up
-from megatron_wlb.cost.slices import LAYERS
+from megatron_wlb.cost.slices import HOST, LAYERS
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.settings.config import Config
@@ -113,7 +113,8 @@ def half_recomputed(plan: StepPlan, what: int = LAYERS) -> StepPlan:
         )
         for own in plan.micro_batches
     ]
-    return dataclasses.replace(plan, micro_batches=tuple(ranks))
+    window_bytes = 1e5 if what == HOST else 0.0
+    return dataclasses.replace(plan, micro_batches=tuple(ranks), window_bytes=window_bytes)
 
 
 def divided(plan: StepPlan) -> StepPlan:
