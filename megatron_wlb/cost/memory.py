@@ -173,6 +173,13 @@ class MemoryModel(Executed):
 
     def state_bytes(self, pp_rank: int) -> StateBytes:
         """Weights, gradients and optimizer state of a pipeline rank."""
+        return self._states[pp_rank]
+
+    @cached_property
+    def _states(self) -> list[StateBytes]:
+        return [self._state(rank) for rank in range(self.parallelism.pp_size)]
+
+    def _state(self, pp_rank: int) -> StateBytes:
         num, moments = self.num_parameters(pp_rank), 2 if self.execution.optimizer == "adam" else 1
         state = FP32 * (moments + self.execution.bf16)
         if self.execution.store_ranks is not None:

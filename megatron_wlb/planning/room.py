@@ -98,11 +98,7 @@ class MemoryLimit(NamedTuple):
         step does not fit with all of it, all that helps is.
         """
         again = np.array(given, dtype=np.int64)
-        # Megatron cannot recompute MLPs with biases.
-        kinds = [0, LAYERS] if self.model.shape.linear_bias else [0, MLPS, LAYERS]
-        kinds += [HOST] if units.window_bytes else []
-        plain = self._held(units, [0] * len(again))
-        helds = {kind: [Unit(*one[:3], kind, one.divided) for one in plain] for kind in kinds}
+        helds = self._helds(units)
         program = self._program(units, layout, helds)
         seen = [-1] * layout.pp_size  # how much was recomputed when a rank was looked at
         for _ in range(MOST_ROUNDS):
@@ -119,6 +115,20 @@ class MemoryLimit(NamedTuple):
             if again.sum() == before:
                 break
         return [*again.tolist()]
+
+    def learn(self, replicas: Sequence[Units]) -> None:
+        """Works out what all units of a step may take, in less time than of each replica."""
+        self.model.learn(
+            unit for units in replicas for held in self._helds(units).values() for unit in held
+        )
+
+    def _helds(self, units: Units) -> dict[int, list[Unit]]:
+        """The units, by what may be recomputed of them."""
+        # Megatron cannot recompute MLPs with biases.
+        kinds = [0, LAYERS] if self.model.shape.linear_bias else [0, MLPS, LAYERS]
+        kinds += [HOST] if units.window_bytes else []
+        plain = self._held(units, [0] * len(units.spans))
+        return {kind: [Unit(*one[:3], kind, one.divided) for one in plain] for kind in kinds}
 
     def _program(
         self,

@@ -275,6 +275,10 @@ REFUSED = [
         ["--wlb-max-tokens is 511", "below --seq-length 512", "use at least the window"],
     ),
     (
+        "--wlb-host-gib 5 --wlb-packing slim --bf16 --fp8-format e4m3", 1,
+        ["--wlb-host-gib is 5", "what FP8 layers keep", "leave it out, or --fp8-format"],
+    ),
+    (
         "--wlb-long-documents slice --wlb-packing hold", 1,
         ["--wlb-long-documents is slice", "hold packing cuts no slices", "use --wlb-packing slim"],
     ),

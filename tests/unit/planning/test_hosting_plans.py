@@ -186,12 +186,6 @@ def test_strategies_have_no_such_memory(caplog: pytest.LogCaptureFixture) -> Non
     assert "--wlb-host-gib 5.0 has no effect: it counts only with one layout" in caplog.text
 
 
-def test_fp8_is_refused() -> None:
-    flags = "--wlb-packing slim --wlb-host-gib 5 --bf16 --fp8-format e4m3"
-    (line,) = guards.refusals(parse(flags.split()), 1)
-    assert line.startswith("--wlb-host-gib is 5.0, but what FP8 layers keep")
-
-
 def test_host_that_has_no_memory_changes_nothing() -> None:
     run = run_with(0.0)
     assert [plan.digest for plan in steps(run)] == [
