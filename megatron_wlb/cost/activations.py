@@ -174,5 +174,6 @@ class ActivationModel(Blocks):
                 FP32 * logits + 2 * INT64,  # the softmax; labels and mask
                 forward=0.0 if e == FP32 else e * logits,
                 backward=0.0 if e == FP32 else e * logits,
+                stays=2 * INT64,
             ),
         ]

@@ -26,6 +26,7 @@ from megatron_wlb.cost.document import LEAST_US
 from megatron_wlb.cost.memory import GIB, Columns, Integers, columns_of
 from megatron_wlb.cost.program import Program
 from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.hosting import SLAB_BYTES
 from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import HOST, KINDS, LAYERS, MLPS, Slice, Unit
 from megatron_wlb.plan import Span, Units
@@ -98,21 +99,31 @@ class MemoryLimit(NamedTuple):
         step does not fit with all of it, all that helps is.
         """
         again = np.array(given, dtype=np.int64)
+        ranks = range(layout.pp_size)
         helds = self._helds(units)
         program = self._program(units, layout, helds)
-        seen = [-1] * layout.pp_size  # how much was recomputed when a rank was looked at
+        left = [self.limit_bytes - self.model.state_bytes(rank).total for rank in ranks]
+        hosted = np.zeros(len(again))
+        if HOST in helds:
+            peaks = (program.peaks(rank, again).max(initial=0.0) for rank in ranks)
+            if HOST not in again and all(
+                peak <= most for peak, most in zip(peaks, left, strict=True)
+            ):
+                return [*again.tolist()]
+            left = [num_bytes - 2 * units.window_bytes for num_bytes in left]
+            kept = [-(-program.saved(rank)[HOST] // SLAB_BYTES).sum(axis=1) for rank in ranks]
+            hosted = SLAB_BYTES * np.max(kept, axis=0)
+        seen: dict[int, Integers] = {}  # what was recomputed when a rank was looked at
         for _ in range(MOST_ROUNDS):
-            before = again.sum()
-            for rank in range(layout.pp_size):
-                if seen[rank] == again.sum():
+            before = again.copy()
+            for rank in ranks:
+                if rank in seen and (seen[rank] == again).all():
                     continue
-                seen[rank] = again.sum()
-                left = self.limit_bytes - self.model.state_bytes(rank).total
-                left -= 2 * units.window_bytes
-                excess = program.peaks(rank, again) - left
+                seen[rank] = again.copy()
+                excess = program.peaks(rank, again) - left[rank]
                 if excess.max(initial=0.0) > 0:
-                    _choose(program, rank, excess, prices_us, again, self.host_bytes)
-            if again.sum() == before:
+                    _choose(program, rank, excess, prices_us, again, hosted, self.host_bytes)
+            if (again == before).all():
                 break
         return [*again.tolist()]
 
@@ -163,32 +174,36 @@ def _choose(
     excess: Floats,
     prices_us: Floats,
     again: Integers,
+    hosted: Floats,
     host_bytes: float,
 ) -> None:
     """Sets ``again`` of units until a rank's ``excess`` ``[actions]`` is nowhere above 0, or
     nothing helps.
+
+    Those that wait in the host's memory take ``hosted`` of its ``host_bytes``.
     """
     (begins, ends), saved = program.passes(rank), program.saved(rank)
     units = np.arange(len(again))
-    hosted = saved[HOST].sum(axis=1)
-    host_bytes -= float(hosted[again == HOST].sum())
     # What a hosted unit keeps is there while it runs.
-    inner = (np.array(KINDS) == HOST)[:, None, None]
-    more = saved - saved[again, units]
+    while_run = saved * (np.array(KINDS) != HOST)[:, None, None]
+    more, own_more = saved - saved[again, units], while_run - while_run[again, units]
     prices_us = np.maximum(prices_us - prices_us[again, units], LEAST_US)
     while (over := excess > 0).any():
         count = np.concatenate([[0], np.cumsum(over)])
         # Of a unit's passes the forward is over before, and the backward frees what it takes.
-        num_over = count[ends + 1 - inner] - count[begins + inner]
-        gains = (more * num_over).sum(axis=2) / prices_us
-        gains[HOST, hosted > host_bytes] = 0.0
+        saves = more * (count[ends + 1] - count[begins])
+        saves += (own_more - more) * (over[begins].astype(np.int64) + over[ends])
+        gains = saves.sum(axis=2) / prices_us
+        full = hosted > host_bytes - float(hosted[again == HOST].sum())
+        gains[HOST, full | (again > 0)] = 0.0
         kind, best = divmod(int(gains.argmax()), len(again))
         if gains[kind, best] <= 0:
             return
-        if kind == HOST:
-            host_bytes -= hosted[best]
-        for begin, end, num_bytes in zip(begins[best], ends[best], more[kind, best], strict=True):
-            excess[begin + (kind == HOST) : end + (kind != HOST)] -= num_bytes
-        more[:, best] = saved[:, best] - saved[kind, best]
+        passes = begins[best], ends[best], more[kind, best], own_more[kind, best]
+        for begin, end, num_bytes, own_bytes in zip(*passes, strict=True):
+            excess[begin + 1 : end] -= num_bytes
+            excess[[begin, end]] -= own_bytes
+        for table, of in ((more, saved), (own_more, while_run)):
+            table[:, best] = of[:, best] - of[kind, best]
         prices_us[:, best] = np.maximum(prices_us[:, best] - prices_us[kind, best], LEAST_US)
         again[best] = kind

@@ -37,7 +37,7 @@ from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.graph import Floats, Graph, slice_graph
 from megatron_wlb.cost.schedule.hosting import Copies
-from megatron_wlb.cost.slices import HOST, KINDS
+from megatron_wlb.cost.slices import HOST, KINDS, LAYERS
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span, Units
@@ -298,13 +298,13 @@ class Slicer:
             group = replicas[at : at + self._alike]
             again = [0] * len(group[0].spans)
             for units in group:
-                given = [*map(max, again, _shared(units, together))]
+                given = [*map(_both, again, _shared(units, together))]
                 again = self._memory.recomputed(units, self._layout, given, self._again_us(units))
                 pairs = zip(units.spans, units.replicas, again, strict=True)
                 together |= {spans[0]: each for spans, ranks, each in pairs if ranks}
             chosen += [again] * len(group)
         return [
-            units._replace(recomputed=[*map(max, again, _shared(units, together))])
+            units._replace(recomputed=[*map(_both, again, _shared(units, together))])
             for units, again in zip(replicas, chosen, strict=True)
         ]
 
@@ -413,7 +413,7 @@ class Slicer:
         """What goes to the host and comes back, if anything does."""
         if HOST not in units.recomputed:
             return None
-        given = self._rank_tokens(units), [len(own) == 1 for own in units.spans]
+        given = self._rank_tokens(units), _alone(units)
         stages = self._costs.stages
         return stages.copies(graph, *given, units.recomputed, units.window_bytes)
 
@@ -442,8 +442,7 @@ class Slicer:
         stages, tokens = self._costs.stages, np.array(self._rank_tokens(units))
         again = [stages.again_us(forward_us, tokens, kind).sum(axis=0) for kind in KINDS]
         if stages.host is not None:
-            alone = [len(own) == 1 for own in units.spans]
-            copies_us = stages.host.times_us(tokens, alone)
+            copies_us = stages.host.times_us(tokens, _alone(units))
             lags_us = np.maximum(0.0, copies_us - forward_us)
             again[HOST] = (COPY_PRICE * copies_us + LAG_PRICE * lags_us).sum(axis=0)
         return np.array(again)
@@ -581,6 +580,16 @@ class Slicer:
         if low > first and until_us - document_us(stop - multiple) < document_us(stop) - until_us:
             stop -= multiple  # the nearer one
         return document.length if document.length - stop < multiple // 2 else stop
+
+
+def _both(one: int, other: int) -> int:
+    """What is recomputed of a unit for two replicas' sake: layers, if they differ."""
+    return max(one, other) if one == other or 0 in (one, other) else LAYERS
+
+
+def _alone(units: Units) -> list[bool]:
+    """Which units are a slice and nothing else."""
+    return [len(own) == 1 and own[0].is_slice for own in units.spans]
 
 
 def _shared(units: Units, together: Mapping[Span, int]) -> list[int]:

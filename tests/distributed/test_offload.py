@@ -81,7 +81,7 @@ def with_small_slabs(runner: Any) -> Iterator[None]:
         further(Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1), every_for),
         further(Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2), every_for),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_micro_batches_wait_in_the_hosts_memory(
     wrong: Differences, case: Layout, plan_for: Any

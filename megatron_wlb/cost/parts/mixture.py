@@ -142,7 +142,13 @@ class Experts(Part):
         routing = 2 * logits + (FP32 + INT64) * sent + self.num_experts / p.sequence_shards
         act = 2 * e * f * got if self.gated and not on.fused else 0.0
         return [
-            Operation("router", routing, forward=logits, backward=on.hidden + 2 * logits),
+            Operation(
+                "router",
+                routing,
+                forward=logits,
+                backward=on.hidden + 2 * logits,
+                stays=INT64 * sent,
+            ),
             Operation(
                 "dispatch",
                 matrix * h * got,

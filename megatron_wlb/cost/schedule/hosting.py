@@ -25,6 +25,10 @@ from megatron_wlb.cost.schedule.order import Action, Pass
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
+SLAB_BYTES = 1 << 23
+"""What a pass has of the host's memory is a number of slabs of so many bytes."""
+
+
 class Moves(NamedTuple):
     """What happens before an action."""
 
@@ -173,8 +177,9 @@ class Clock:
             self._copy("B", rank, one, max(free_us, self._done_us["F", rank, one]))
         start_us = max(ready_us, free_us)
         if is_hosted and action.kind == "B":
-            came = "B", rank, (action.chunk, action.micro_batch)
-            start_us = max(start_us, self._done_us.get(came, 0.0))  # or it stayed
+            one = action.chunk, action.micro_batch
+            gone_us = self._done_us["F", rank, one]  # of what stayed, too
+            start_us = max(start_us, self._done_us.get(("B", rank, one), gone_us))
         return start_us
 
     def stop(self, node: int, stop_us: float) -> None:

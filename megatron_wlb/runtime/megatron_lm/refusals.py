@@ -183,6 +183,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
         "use --fp8-format"),
     Refusal(
+        "--moe-shared-expert-overlap", "its passes run on a stream of their own, and with "
+        "--wlb-host-gib memory that comes back is given to other streams too early",
+        "leave one of the two out",
+        refused=lambda a: a.moe_shared_expert_overlap and a.wlb_host_gib,
+    ),
+    Refusal(
         "--fine-grained-activation-offloading", "it keeps the host's buffers of every length that "
         "it has met, and lengths of micro-batches vary"),
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),

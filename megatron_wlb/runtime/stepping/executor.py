@@ -304,9 +304,9 @@ def run_actions(
                     is_last_stage=is_last,
                 )
                 num_tokens += tokens
+                transfers.send(action, output)
                 if passage is not None:
                     passage.behind(action, received, output)
-                transfers.send(action, output)
                 if not forward_only:
                     running[chunk, number] = received, output
                     if not is_last:

@@ -19,16 +19,14 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.cost.schedule.hosting import Window, hosted_passes
+from megatron_wlb.cost.schedule.hosting import SLAB_BYTES, Window, hosted_passes
 from megatron_wlb.cost.schedule.order import Action, Pass
 
-SMALL = 1 / 256
-"""Storages with less than such a share of a pass's largest one stay. There are many, and to launch
-their copies would take longer than these run."""
+SMALL, SMALL_BYTES = 1 / 256, 1 << 20
+"""Storages with less than such a share of a pass's largest one stay, if they are below so many
+bytes. There are many, and to launch their copies would take longer than these run."""
 WHOLE = torch.uint8, torch.int32, torch.int64
 """Numbers of these are places, counts and FP8 weights, which other passes may need."""
-SLAB_BYTES = 1 << 23
-"""What a pass has of the host's memory is a number of slabs."""
 SLABS_AT_ONCE = 128
 """Slabs that are pinned together, which takes long."""
 
@@ -163,8 +161,7 @@ class Passage:
         one = action.chunk, action.micro_batch
         if action.kind == "B" and one in self._kept:
             kept = self._kept.pop(one)
-            # What stayed may still be read by its copy, which nobody needs.
-            _wait(kept.came)
+            _wait(kept.came or kept.gone)
             self._host.slabs.give(kept.slabs)
             self._window.behind(action, kept.num_bytes)
 
@@ -182,7 +179,8 @@ class Passage:
             for name, storage in storages.items()
             if name not in stays and storage.resizable() and storage.nbytes()
         ]
-        least = SMALL * max((storage.nbytes() for storage in found), default=0)
+        largest = max((storage.nbytes() for storage in found), default=0)
+        least = min(SMALL * largest, SMALL_BYTES)
         found = [storage for storage in found if storage.nbytes() >= least]
         kept = _Kept(found, [storage.nbytes() for storage in found])
         kept.slabs = self._host.slabs.take(kept.num_bytes)

@@ -272,6 +272,12 @@ class StepRunner:
             late = all(m.replicas for m in micro_batches)
             passage = None
             if HOST in again:
+                if getattr(model.config, "fine_grained_activation_offloading", False):
+                    raise PlanError(
+                        f"{label}: micro-batches are to wait in the host's memory, but Megatron "
+                        "itself sends activations there (fine_grained_activation_offloading); "
+                        "leave one of the two out"
+                    )
                 hosted = [what == HOST for what in again]
                 passage = Passage(self._host, actions, hosted, plan.window_bytes, self._stays)
             options |= {"passage": passage, "reduce_late": late}

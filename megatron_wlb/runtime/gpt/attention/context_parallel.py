@@ -191,6 +191,18 @@ class LatentRows:
             self._latents, self._pairs = latents, pairs
         return pairs.detach()
 
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, besides what a graph of its own keeps."""
+        if self._latents is None or self._pairs is None:
+            return ()
+        return self._latents, self._pairs
+
+    @property
+    def out(self) -> torch.Tensor | None:
+        """The end of that graph."""
+        return self._pairs
+
     def down(self, sums: torch.Tensor) -> torch.Tensor:
         """Gradients of the latents by those of keys and values; adds the weights' to theirs."""
         latents, pairs = self._latents, self._pairs
@@ -264,6 +276,8 @@ class _ContextAttention(torch.autograd.Function):
         with torch.enable_grad():
             ctx.parts = list(run.forward(query, key, value, keep=True))
         ctx.calls = [call for part in ctx.parts for call in part.calls]
+        if run.latent is not None and run.latent.kept:
+            ctx.calls.append(run.latent)
         return _joined([part.out.detach() for part in ctx.parts])
 
     @staticmethod

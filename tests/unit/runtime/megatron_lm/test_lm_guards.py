@@ -40,6 +40,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--fp8-format": {"fp8": "hybrid", "transformer_impl": "local"},
     "--fp4-format": {"fp4": "e2m1"},
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
+    "--moe-shared-expert-overlap": {"moe_shared_expert_overlap": True, "wlb_host_gib": 5.0},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--recompute-modules": {
         "recompute_modules": ["mlp"],
