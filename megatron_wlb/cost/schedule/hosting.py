@@ -5,7 +5,7 @@ chunk, but what came from another rank. It goes to the host while the next passe
 back before its backward, each in the order of the passes. There is one link, which copies both ways
 at once. Two windows of the device's memory are for what is on its way, one for each. Where the
 first is full, the next pass waits until enough has gone. What comes back is begun as soon as the
-other one has room for it. What has not gone when it is to come just stays.
+other one has room for it. What has not gone when it is to come stays; its copy must only end.
 
 All of that depends on the order of passes and on bytes, and not on time. So what a device holds is
 known before.
