@@ -96,7 +96,8 @@ class MemoryLimit(NamedTuple):
         """What of units is to be recomputed, besides what is ``given``, for a step to fit.
 
         ``prices_us`` ``[kinds, units]`` are what that takes, by :attr:`.Unit.recomputed`. Where a
-        step does not fit with all of it, all that helps is.
+        step does not fit with all of it, all that helps is. Nothing is hosted where it does not fit
+        so.
         """
         again = np.array(given, dtype=np.int64)
         ranks = range(layout.pp_size)
@@ -125,6 +126,11 @@ class MemoryLimit(NamedTuple):
                     _choose(program, rank, excess, prices_us, again, hosted, self.host_bytes)
             if (again == before).all():
                 break
+        if HOST in again and any(
+            program.peaks(rank, again).max(initial=0.0) > left[rank] for rank in ranks
+        ):  # what waits in the host's memory is on the device while it runs
+            without = [LAYERS if kind == HOST else kind for kind in given]
+            return self.recomputed(units._replace(window_bytes=0.0), layout, without, prices_us)
         return [*again.tolist()]
 
     def learn(self, replicas: Sequence[Units]) -> None:

@@ -92,6 +92,19 @@ def test_waiting_in_the_hosts_memory_is_faster_than_recomputing() -> None:
     assert least_us <= us < least_us + 0.6 * (more_us - least_us)
 
 
+def test_no_step_is_above_the_limit() -> None:
+    """One of these fits only if what would wait in the host's memory is recomputed."""
+    layout = dataclasses.replace(LAYOUT, tp_size=2, dp_size=4)
+    run = dataclasses.replace(run_with(120.0, layout=layout), num_micro_batches=16)
+    source = LengthSource.of_distribution("reference")
+    setting = PackingSettings.parse("slim:16", WINDOW, WINDOW)
+    plans = [*run.workload(source, seed=2).planner(setting, 16, costs=run.costs).plans(16)]
+    assert peak_gib(run, plans) <= 65.0
+    kinds = [{m.recomputed for m in own} for plan in plans for own in plan.micro_batches]
+    assert any(HOST in own for own in kinds)
+    assert any(LAYERS in own and HOST not in own for own in kinds)
+
+
 def test_a_device_without_need_sends_nothing() -> None:
     plans, before = steps(run_with(200.0, 1000.0)), steps(run_with(0.0, 1000.0))
     assert not num_hosted(plans)
