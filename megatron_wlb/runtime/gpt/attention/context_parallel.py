@@ -36,12 +36,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
@@ -52,6 +51,7 @@ from megatron_wlb.runtime.gpt.attention.divided import reduce_scatter as _reduce
 from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+from megatron_wlb.runtime.gpt.attention.latent_rows import Expand, LatentRows
 from megatron_wlb.runtime.gpt.attention.slices import KernelCall, LayerSlice, PrefixCall, halves
 from megatron_wlb.runtime.ranks.transfer import to_device
 
@@ -155,62 +155,6 @@ class ContextParallel:
     """Sum the gradients of keys and values in fp32, over chunks and ranks."""
     head_start_bytes: int | None = None
     """The least that the first head group exchanges to begin with near keys; None is never."""
-
-
-class Expand(Protocol):
-    """Projects latents up: those of ``num_shards`` ranks ``[num_shards · n, 1, 1, R]`` to keys and
-    values ``[T, 1, G, …]``, in the order of ranks and of each one's tokens.
-
-    With sequence parallelism a rank has ``n`` of its tokens' latents, and all tensor-parallel ranks
-    call it together; otherwise those of all its tokens.
-    """
-
-    def __call__(
-        self, latents: torch.Tensor, num_shards: int
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class LatentRows:
-    """All ranks' latents of one layer and micro-batch, from a gather to a reduction."""
-
-    def __init__(self, expand: Expand, num_shards: int) -> None:
-        self._expand, self._num_shards = expand, num_shards
-        self._latents: torch.Tensor | None = None
-        self._pairs: torch.Tensor | None = None
-
-    def up(self, latents: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """``[…, 1, R] -> [T, 2, G, D]``, narrower values filled up with zeros; with ``keep`` it can
-        be differentiated.
-        """
-        latents.requires_grad_(keep)
-        with torch.set_grad_enabled(keep):
-            key, value = self._expand(latents.unsqueeze(1), self._num_shards)
-            value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-            pairs = torch.cat([key, value], dim=1)
-        if keep:
-            self._latents, self._pairs = latents, pairs
-        return pairs.detach()
-
-    @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """What is kept for the backward, besides what a graph of its own keeps."""
-        if self._latents is None or self._pairs is None:
-            return ()
-        return self._latents, self._pairs
-
-    @property
-    def out(self) -> torch.Tensor | None:
-        """The end of that graph."""
-        return self._pairs
-
-    def down(self, sums: torch.Tensor) -> torch.Tensor:
-        """Gradients of the latents by those of keys and values; adds the weights' to theirs."""
-        latents, pairs = self._latents, self._pairs
-        assert latents is not None and pairs is not None
-        self._latents = self._pairs = None
-        torch.autograd.backward(pairs, sums.to(pairs.dtype))
-        assert latents.grad is not None
-        return latents.grad.to(sums.dtype)
 
 
 @dataclass(slots=True)

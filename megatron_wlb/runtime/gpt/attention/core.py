@@ -22,12 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.runtime.gpt.attention.context_parallel import (
     ContextParallel,
-    Expand,
     KeyGather,
     context_attention,
 )
 from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.latent_rows import Expand
 from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, Slice, slice_attention
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
