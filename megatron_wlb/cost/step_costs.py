@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats, Graph
 from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, PrefixCosts, Slice, Unit
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, PrefixCosts, Unit
 from megatron_wlb.errors import ConfigError
 
 BACKWARD_OVERHEAD = 2 / 3
@@ -58,23 +58,22 @@ class HostLink:
     gb_s: float
     """10⁹ B/s each way."""
 
-    def us(self, num_bytes: float) -> float:
-        return num_bytes / (self.gb_s * 1e3)
-
-    @cached_property
-    def _token_us(self) -> Floats:
-        """A token's in each virtual stage, ``[S, 2]``: one of a whole document, and one of a slice
-        alone.
-        """
-        tapes = zip(*self.memory.tapes, strict=True)
-        units = Unit(1), Unit(1, Slice(0, 0, 1, 2))
-        stages = [self.memory.hosted_bytes(tape, units) for own in tapes for tape in own]
-        return np.array(stages) / (self.gb_s * 1e3)
-
-    def times_us(self, num_tokens: Floats, alone: Sequence[bool]) -> Floats:
-        """Time of each copy, one way, ``[S, N]``; ``alone`` are slices and nothing else."""
-        times_us: Floats = self._token_us[:, np.array(alone, dtype=np.int64)] * num_tokens
+    def times_us(self, units: Sequence[Unit]) -> Floats:
+        """Time of the copy of each micro-batch, one way, in each virtual stage: ``[S, N]``."""
+        tapes = {id(tape): tape for own in self.memory.tapes for tape in own}
+        known = {name: self.memory.hosted_bytes(tape, units) for name, tape in tapes.items()}
+        stages = [known[id(tape)] for own in zip(*self.memory.tapes, strict=True) for tape in own]
+        times_us: Floats = np.array(stages) / (self.gb_s * 1e3)
         return times_us
+
+    def copies(self, graph: Graph, units: Sequence[Unit], window_bytes: float) -> Copies | None:
+        """The copies of a step of such micro-batches; None where none is hosted. ``window_bytes``
+        are of each window for what is on its way.
+        """
+        hosted = [unit.recomputed == HOST for unit in units]
+        if not any(hosted):
+            return None
+        return graph.copies(self.times_us(units), hosted, window_bytes / (self.gb_s * 1e3))
 
 
 @dataclass(frozen=True)
@@ -261,30 +260,6 @@ class StageCosts:
         mlps_us = np.outer(self.mlps_us, tokens) if self.mlps_us else layers_us
         taken_us: Floats = (again == LAYERS) * layers_us + (again == MLPS) * mlps_us
         return taken_us
-
-    def copies(
-        self,
-        graph: Graph,
-        num_tokens: Sequence[float],
-        alone: Sequence[bool],
-        recomputed: Sequence[int],
-        window_bytes: float,
-    ) -> Copies | None:
-        """The copies of hosted micro-batches in one step; None where there are none, or the time
-        that they take is not known.
-
-        Args:
-            graph: of the step.
-            num_tokens: ``[N]``: tokens of each micro-batch on a rank, padded.
-            alone: ``[N]``: which of them are slices and nothing else.
-            recomputed: ``[N]``, as in :meth:`times_us`.
-            window_bytes: of each window for what is on its way.
-        """
-        if self.host is None or HOST not in recomputed:
-            return None
-        times_us = self.host.times_us(np.array(num_tokens), alone)
-        hosted = [what == HOST for what in recomputed]
-        return graph.copies(times_us, hosted, self.host.us(window_bytes))
 
 
 def _pairs(

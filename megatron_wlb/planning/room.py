@@ -82,7 +82,7 @@ class MemoryLimit(NamedTuple):
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""
         none = np.zeros(len(units.spans), dtype=np.int64)
-        held = self._held(units, units.recomputed or none.tolist())
+        held = self.held(units, units.recomputed or none.tolist())
         program = self._program(units, layout, dict.fromkeys(KINDS, held), units.window_bytes)
         again = np.array([unit.recomputed for unit in held], dtype=np.int64)
         return max(
@@ -144,7 +144,7 @@ class MemoryLimit(NamedTuple):
         # Megatron cannot recompute MLPs with biases.
         kinds = [0, LAYERS] if self.model.shape.linear_bias else [0, MLPS, LAYERS]
         kinds += [HOST] if units.window_bytes else []
-        plain = self._held(units, [0] * len(units.spans))
+        plain = self.held(units, [0] * len(units.spans))
         return {kind: [Unit(*one[:3], kind, one.divided) for one in plain] for kind in kinds}
 
     def _program(
@@ -157,7 +157,8 @@ class MemoryLimit(NamedTuple):
         known = layout.pp_size, tuple(units.chains), layout.vpp_size
         return Program(self.model, _columns(*known), helds, sliced(*known), window_bytes)
 
-    def _held(self, units: Units, again: Sequence[int]) -> list[Unit]:
+    def held(self, units: Units, again: Sequence[int]) -> list[Unit]:
+        """What memory is counted of, with what is recomputed ``again`` of each."""
         held = []
         for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
             multiple = merged_multiple(self.multiple, len(ranks))

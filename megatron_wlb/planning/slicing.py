@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import product, takewhile
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -386,8 +386,12 @@ class Slicer:
         steps_us = {way: self._step_us(dealt, way) for way in self._tried}
         if any(way.windows for way in steps_us):
             # This step may be a light one, in which copies hinder nobody.
-            best = min(steps_us, key=lambda way: steps_us[way] + WORST_SHARE * self._worst_us[way])
-            if best.windows:
+            totals_us = {
+                way: us + WORST_SHARE * self._worst_us[way] for way, us in steps_us.items()
+            }
+            best = min(totals_us, key=lambda way: totals_us[way])
+            without_us = totals_us.get(best._replace(windows=0), inf)
+            if best.windows and totals_us[best] < without_us:
                 return best
         least_us = min(us for way, us in steps_us.items() if not way.windows)
         limit_us = (1 + WORTH_MORE_UNITS) * least_us
@@ -403,24 +407,19 @@ class Slicer:
         times, gaps, tokens = zip(*map(self.times_us, group), strict=True)
         layout, experts = self._layout, self._costs.experts
         graph = slice_graph(layout.pp_size, tuple(group[0].chains), layout.vpp_size)
-        copies = [self._copies(units, graph) for units in group]
+        copies = [self._copies(graph, units) for units in group]
         if experts is None:
             given = zip(times, gaps, copies, strict=True)
             return max(float(graph.step_us(us, gap, [own])) for us, gap, own in given)
         return float(experts.replay(graph, times, tokens, gaps, copies)[2].stop_us.max())
 
-    def _copies(self, units: Units, graph: Graph) -> Copies | None:
+    def _copies(self, graph: Graph, units: Units) -> Copies | None:
         """What goes to the host and comes back, if anything does."""
-        if HOST not in units.recomputed:
+        link = self._costs.stages.host
+        if link is None or self._memory is None or HOST not in units.recomputed:
             return None
-        given = self._rank_tokens(units), _alone(units)
-        stages = self._costs.stages
-        return stages.copies(graph, *given, units.recomputed, units.window_bytes)
-
-    def _rank_tokens(self, units: Units) -> list[float]:
-        """Tokens of each unit on one of the ranks that run it."""
-        pairs = zip(units.spans, units.replicas, strict=True)
-        return [sum(span.length for span in own) / (len(ranks) or 1) for own, ranks in pairs]
+        held = self._memory.held(units, units.recomputed)
+        return link.copies(graph, held, units.window_bytes)
 
     def times_us(self, units: Units) -> tuple[Floats, Floats, list[int]]:
         """Times ``[2, S, N]`` of a replica's units, times of their transfers, and their tokens."""
@@ -438,11 +437,12 @@ class Slicer:
 
         Copies run beside passes, so that their price is a share of their time.
         """
-        (forward_us, _), _, _ = self.times_us(units._replace(recomputed=()))
-        stages, tokens = self._costs.stages, np.array(self._rank_tokens(units))
-        again = [stages.again_us(forward_us, tokens, kind).sum(axis=0) for kind in KINDS]
-        if stages.host is not None:
-            copies_us = stages.host.times_us(tokens, _alone(units))
+        (forward_us, _), _, tokens = self.times_us(units._replace(recomputed=()))
+        together = np.array([len(replicas) or 1 for replicas in units.replicas])
+        given, stages = (forward_us, np.array(tokens) / together), self._costs.stages
+        again = [stages.again_us(*given, kind).sum(axis=0) for kind in KINDS]
+        if units.window_bytes and self._memory and stages.host:
+            copies_us = stages.host.times_us(self._memory.held(units, [0] * len(tokens)))
             lags_us = np.maximum(0.0, copies_us - forward_us)
             again[HOST] = (COPY_PRICE * copies_us + LAG_PRICE * lags_us).sum(axis=0)
         return np.array(again)
@@ -585,11 +585,6 @@ class Slicer:
 def _both(one: int, other: int) -> int:
     """What is recomputed of a unit for two replicas' sake: layers, if they differ."""
     return max(one, other) if one == other or 0 in (one, other) else LAYERS
-
-
-def _alone(units: Units) -> list[bool]:
-    """Which units are a slice and nothing else."""
-    return [len(own) == 1 and own[0].is_slice for own in units.spans]
 
 
 def _shared(units: Units, together: Mapping[Span, int]) -> list[int]:

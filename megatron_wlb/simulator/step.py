@@ -125,8 +125,9 @@ class Simulator:
             more = [map(of, sliced.micro_batches) for of in (_together, _again, _divided)]
             times = list(map(stages.times_us, lengths, scale, before, *more))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
-            given = zip(graphs, sliced.micro_batches, units, strict=True)
-            copies = [_copies(stages, *own, sliced.window_bytes) for own in given]
+            if (link := stages.host) is not None:
+                pairs = zip(graphs, units, strict=True)
+                copies = [link.copies(*each, sliced.window_bytes) for each in pairs]
         gaps = list(map(self.costs.p2p_us, padded))
         for own in times:
             check_times("stage times", own)
@@ -228,19 +229,20 @@ def slowest_us(
     """
     sizes = layout.pp_size, layout.vpp_size
     graphs = [slice_graph(sizes[0], own, sizes[1]) for own in plan.chains]
-    times, gaps, copies = [], [], list[Copies | None]()
-    for number, rank in enumerate(plan.micro_batches):
+    times, gaps = [], []
+    copies: list[Copies | None] = [None] * len(plan.micro_batches)
+    for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
         before = prefixes if plan.chains else None
         times.append(stages.times_us(lengths, None, before, _together(rank), _again(rank)))
         gaps.append(np.zeros(len(rank)))
-        if plan.chains:
-            units = list(map(_unit, rank))
-            copies.append(_copies(stages, graphs[number], rank, units, plan.window_bytes))
+    if (link := stages.host) is not None and plan.chains:
+        units = [list(map(_unit, rank)) for rank in plan.micro_batches]
+        pairs = zip(graphs, units, strict=True)
+        copies = [link.copies(*own, plan.window_bytes) for own in pairs]
     if not graphs:
         number = len(plan.micro_batches[0]) or 1
         graphs = [graph_of(*sizes, number, layout.group_size)] * len(times)
-        copies = [None] * len(times)
     if experts is None:
         given = zip(graphs, times, gaps, copies, strict=True)
         return max(float(graph.step_us(us, gap, [own])) for graph, us, gap, own in given)
@@ -263,19 +265,6 @@ def _again(rank: Sequence[MicroBatchPlan]) -> list[int]:
 
 def _divided(rank: Sequence[MicroBatchPlan]) -> list[bool]:
     return [m.divided for m in rank]
-
-
-def _copies(
-    stages: StageCosts,
-    graph: Graph,
-    rank: Sequence[MicroBatchPlan],
-    units: Sequence[Unit],
-    window_bytes: float,
-) -> Copies | None:
-    """What goes to the host and comes back in a replica's step, if anything does."""
-    alone = [len(m.spans) == 1 and m.slice is not None for m in rank]
-    tokens = [unit.num_tokens for unit in units]
-    return stages.copies(graph, tokens, alone, _again(rank), window_bytes)
 
 
 def _unit(m: MicroBatchPlan) -> Unit:

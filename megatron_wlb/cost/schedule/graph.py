@@ -276,10 +276,8 @@ class Graph:
         result: Floats = replayed.stop_us[self._ends].max(axis=0, initial=0.0)
         return result
 
-    def copies(self, times_us: Floats, hosted: Sequence[bool], window_us: float) -> Copies | None:
-        """The copies of ``hosted`` micro-batches, as :class:`.Copies` takes them; None: of none."""
-        if not any(hosted):
-            return None
+    def copies(self, times_us: Floats, hosted: Sequence[bool], window_us: float) -> Copies:
+        """The copies of ``hosted`` micro-batches, as :class:`.Copies` takes them."""
         numbers = [own.tolist() for own in self._of_rank]
         return Copies(self.order, numbers, times_us, hosted, window_us)
 

@@ -101,7 +101,7 @@ def step_us(copy_us: float, window_us: float, hosted: list[bool], gaps: Floats =
 
 
 def test_copies_beside_passes_take_no_time() -> None:
-    assert GRAPH.copies(np.ones((1, 3)), [False] * 3, 0.0) is None
+    assert step_us(1e6, 0.0, [False] * 3) == 90.0
     assert step_us(5.0, 10.0, [True, True, False]) == 90.0
     # The last slice is in the window when its backward comes, and its copy has to end.
     assert step_us(25.0, 100.0, [False, False, True]) == 30.0 + 25.0 + 60.0
