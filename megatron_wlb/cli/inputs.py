@@ -336,7 +336,7 @@ class Job:
             micro_batch_size=self.micro_batch_size,
             experts=self._experts,
             alike=self._alike,
-            merges=self.args.model is None or not self.shape.experts,
+            merges=self.args.model is None or self.config.merges,
         )
 
     @property

@@ -236,6 +236,7 @@ def _space(
         execution=Execution(
             expert_imbalance=args.expert_imbalance,
             replicas_meet=config.replicas_meet,
+            merges=config.merges,
             host_gib=config.wlb.wlb_host_gib,
         ),
         hardware=hardware,

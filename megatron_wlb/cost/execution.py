@@ -55,6 +55,8 @@ class Execution:
     """Under CP: whether their gradients are summed in fp32."""
     replicas_meet: bool = False
     """Whether all data-parallel replicas meet in each pass, besides those that share experts."""
+    merges: bool = True
+    """Whether several replicas may run a document together."""
     recomputes: bool = True
     """Whether single micro-batches may be recomputed, where layers are not in all."""
     host_gib: float = 0.0

@@ -69,13 +69,13 @@ class ExpertGroups:
         return total_us - self._token_us * num_tokens
 
     def share(
-        self, times_us: Sequence[Floats], num_tokens: Sequence[Sequence[int]]
+        self, times_us: Sequence[Floats], num_tokens: Sequence[Sequence[float]]
     ) -> tuple[list[Floats], list[Floats]]:
         """What each replica does, and how long it waits for others, ``[2, S, N]`` each.
 
         Args:
             times_us: of each replica ``[2, S, N]``, as if it had all experts.
-            num_tokens: of each replica ``[N]``, padding included.
+            num_tokens: of each replica ``[N]``, padding included: its own.
         """
         rates = np.array(self.routed_us).T[:, :, None]  # [2, S, 1]
         tokens = np.array(num_tokens, dtype=np.float64)[:, None, None]  # [replicas, 1, 1, N]
@@ -92,7 +92,7 @@ class ExpertGroups:
         self,
         graph: Graph,
         times_us: Sequence[Floats],
-        num_tokens: Sequence[Sequence[int]],
+        num_tokens: Sequence[Sequence[float]],
         p2p_us: Sequence[Floats],
         copies: Sequence[Copies | None] = (),
     ) -> tuple[list[Floats], list[Floats], Replay]:

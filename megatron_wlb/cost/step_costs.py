@@ -414,7 +414,7 @@ class StepCosts:
                     f"of the {len(self.stages.stages)} virtual stages"
                 )
 
-    def p2p_us(self, num_tokens: Sequence[int]) -> Floats:
+    def p2p_us(self, num_tokens: Sequence[float]) -> Floats:
         """Time to bring each micro-batch's tensor to another stage."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         return self.p2p_latency_us + self.p2p_us_per_token * tokens

@@ -168,6 +168,7 @@ def execution(config: Config, dp_size: int = 1) -> Execution:
         keep_gathered=wlb.wlb_cp_keep_gathered,
         reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
         replicas_meet=config.replicas_meet,
+        merges=config.merges,
         recomputes=not config.parallel.use_torch_fsdp2,
         host_gib=wlb.wlb_host_gib if wlb.wlb_strategies is None else 0.0,
         expert_imbalance=wlb.wlb_expert_imbalance,

@@ -60,16 +60,8 @@ class Facts:
 
     @cached_property
     def merges(self) -> bool:
-        """Whether data-parallel ranks may run documents together: not where they run alike."""
-        slices = kind_of(self.wlb_packing).slices and self.wlb_dp_merge == "auto"
-        return slices and self.num_experts is None and not self.config.replicas_meet
-
-    @property
-    def gathering(self) -> str:
-        """The setting for which ranks may gather keys and values; empty where none does."""
-        if self.merges:
-            return "--wlb-dp-merge auto"
-        return f"--context-parallel-size {self.cp}" if self.cp > 1 else ""
+        """Whether data-parallel ranks may run documents together."""
+        return kind_of(self.wlb_packing).slices and self.config.merges
 
     def check_split(self) -> None:
         """Raises :class:`ConfigError` for layers that do not divide over the stages."""
@@ -365,12 +357,12 @@ LATENT: Rules = (
         "use a multiple of {f.tp}"),
     Rule("wlb_cp_overlap_groups", lambda f, v: (v or 1) > 1,
         "with --multi-latent-attention ranks exchange one latent for all heads"),
-    Rule("window_size", lambda f, v: v and f.gathering,
-        "with --multi-latent-attention and {found} latents of all tokens are exchanged", _LEAVE_ONE,
-    ),
-    Rule("fp8_format", lambda f, v: v is not None and f.gathering,
-        "with --multi-latent-attention and {found} keys and values are projected again in the "
-        "backward pass, where nothing scales them", _LEAVE_ONE),
+    Rule("window_size", lambda f, v: v and f.cp > 1,
+        "with --multi-latent-attention and --context-parallel-size {f.cp} latents of all tokens "
+        "are exchanged", _LEAVE_ONE),
+    Rule("fp8_format", lambda f, v: v is not None and f.cp > 1,
+        "with --multi-latent-attention and --context-parallel-size {f.cp} keys and values are "
+        "projected again in the backward pass, where nothing scales them", _LEAVE_ONE),
 )  # fmt: skip
 
 EXPERTS: Rules = (

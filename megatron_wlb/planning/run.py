@@ -157,8 +157,7 @@ class Workload(_Batch):
     alike: int = 1
     """How many neighbouring replicas meet in each pass, so that slices are to run alike there."""
     merges: bool = True
-    """Whether several replicas may run one document together, in slices: not with experts, as each
-    replica counts what its own tokens choose."""
+    """Whether several replicas may run one document together, in slices."""
 
     @property
     def dp_size(self) -> int:
@@ -446,7 +445,7 @@ class Run(Executed, _Batch):
             self.ramp,
             self._experts,
             self.alike,
-            not self.shape.experts,
+            self.execution.merges,
         )
 
     @property

@@ -124,7 +124,7 @@ class _Dealt(NamedTuple):
     together: list[Merged]
     """Heaviest first."""
     mean_us: float
-    """Work of a group, in the mean."""
+    """Work of a data-parallel rank, in the mean."""
     heaviest: int
     """The group with most work."""
 
@@ -145,7 +145,7 @@ class Slicer:
         multiple: tokens that cuts are multiples of.
         alike: how many neighbouring replicas meet in each pass, and so run units alike.
         merges: whether a document that outweighs a replica's mean may run on several together,
-            where that is faster in simulation (DP-Merge). Not where replicas run alike.
+            where that is faster in simulation (DP-Merge). Of replicas that run alike all do.
         memory: what a device may hold.
         cache: whether context-parallel ranks divide the keys and values of documents in slices,
             each have all of them, or whichever makes steps faster.
@@ -172,7 +172,7 @@ class Slicer:
         self._cost, self._costs, self._layout = cost, costs, layout
         self._max_tokens, self._length_multiple = max_tokens, length_multiple
         self._given, self._multiple = num_units, multiple
-        self._alike, self._merges = alike, merges and alike == 1
+        self._alike, self._merges = alike, merges
         self.num_units = num_units
         """Units of a data-parallel rank; None before the first step."""
         factors = [factor * num_micro_batches for factor in FACTORS]
@@ -353,32 +353,32 @@ class Slicer:
         """Gives each document to the rank, or group of ranks that run alike, with the least work.
 
         With ``merges``, a document that is heavier than a rank's mean work goes to a block of
-        ranks: the smallest power of 2 whose ranks have no more than the mean of it each.
+        groups: the smallest power of 2 whose ranks have no more than the mean of it each.
         """
-        dp_size = self._layout.dp_size // self._alike
+        dp_size, alike = self._layout.dp_size, self._alike
         mean_us = sum([us for us, _ in heaviest]) / dp_size
-        if dp_size == 1:
-            return _Dealt([[*heaviest]], [], mean_us, 0)
-        alone: list[list[Timed]] = [[] for _ in range(dp_size)]
+        alone: list[list[Timed]] = [[] for _ in range(dp_size // alike)]
         together: list[Merged] = []
-        loads_us = [0.0] * dp_size
-        for us, document in heaviest:
+        loads_us = [0.0] * len(alone)
+        for us, document in heaviest if merges and dp_size > 1 else ():
             size, limit_us = 1, (1 + TOLERANCE) * mean_us
-            while merges and us > limit_us * size and not dp_size % (2 * size):
-                size *= 2
+            while us > limit_us * size and not dp_size % (larger := max(2 * size, alike)):
+                size = larger
             if size == 1:
                 break
-            blocks = [range(at, at + size) for at in range(0, dp_size, size)]
-            ranks = min(blocks, key=lambda block: (max(loads_us[r] for r in block), block.start))
+            num = size // alike
+            blocks = [range(at, at + num) for at in range(0, len(alone), num)]
+            groups = min(blocks, key=lambda block: (max(loads_us[g] for g in block), block.start))
+            ranks = range(groups.start * alike, groups.stop * alike)
             together.append(Merged(us, document, tuple(ranks)))
-            for rank in ranks:
-                loads_us[rank] += us / size
-        loads = [(load_us, rank) for rank, load_us in enumerate(loads_us)]
+            for group in groups:
+                loads_us[group] += us / num
+        loads = [(load_us, group) for group, load_us in enumerate(loads_us)]
         heapify(loads)
         for us, document in heaviest[len(together) :]:
-            load_us, rank = loads[0]
-            alone[rank].append((us, document))
-            heapreplace(loads, (load_us + us, rank))
+            load_us, group = loads[0]
+            alone[group].append((us, document))
+            heapreplace(loads, (load_us + us, group))
         return _Dealt(alone, together, mean_us, max(loads)[1])
 
     def _choose(self, dealt: _Dealt) -> Way:
@@ -421,12 +421,12 @@ class Slicer:
         held = self._memory.held(units, units.recomputed)
         return link.copies(graph, held, units.window_bytes)
 
-    def times_us(self, units: Units) -> tuple[Floats, Floats, list[int]]:
-        """Times ``[2, S, N]`` of a replica's units, times of their transfers, and their tokens."""
+    def times_us(self, units: Units) -> tuple[Floats, Floats, list[float]]:
+        """Times ``[2, S, N]`` of a replica's units, times of their transfers, and its tokens."""
         lengths = [[span.length for span in unit] or [0] for unit in units.spans]
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
         together = [len(replicas) or 1 for replicas in units.replicas]
-        tokens = [sum(own) for own in lengths]
+        tokens = [sum(own) / num for own, num in zip(lengths, together, strict=True)]
         divided = [units.divided] * len(tokens)
         more = together, units.recomputed, divided
         times_us = self._costs.stages.times_us(lengths, None, prefixes, *more)
@@ -438,8 +438,7 @@ class Slicer:
         Copies run beside passes, so that their price is a share of their time.
         """
         (forward_us, _), _, tokens = self.times_us(units._replace(recomputed=()))
-        together = np.array([len(replicas) or 1 for replicas in units.replicas])
-        given, stages = (forward_us, np.array(tokens) / together), self._costs.stages
+        given, stages = (forward_us, np.array(tokens)), self._costs.stages
         again = [stages.again_us(*given, kind).sum(axis=0) for kind in KINDS]
         if units.window_bytes and self._memory and stages.host:
             copies_us = stages.host.times_us(self._memory.held(units, [0] * len(tokens)))
@@ -458,7 +457,7 @@ class Slicer:
         merged: list[list[Span]] = []
         replicas: list[tuple[int, ...]] = []
         for us, document, ranks in dealt.together:
-            if group in ranks:
+            if group * self._alike in ranks:
                 multiple = merged_multiple(self._length_multiple, len(ranks))
                 slices = self._slices(
                     document,

@@ -275,6 +275,15 @@ class Config:
             or any(kind == "global_aux_loss" and weight for kind, weight in weights)
         )
 
+    @property
+    def merges(self) -> bool:
+        """Whether several data-parallel replicas may run a document together. Not where ranks that
+        do cannot share it: latents with sliding windows, or projected again in FP8.
+        """
+        m, t = self.model, self.training
+        latents = m.multi_latent_attention and (m.window_size or t.fp8_format is not None)
+        return self.wlb.wlb_dp_merge == "auto" and not latents
+
     def flat(self) -> dict[str, Any]:
         """Settings by name, JSON-able: what is saved with a run."""
         return {k: v for group in dataclasses.asdict(self).values() for k, v in group.items()}

@@ -246,7 +246,7 @@ def slowest_us(
     if experts is None:
         given = zip(graphs, times, gaps, copies, strict=True)
         return max(float(graph.step_us(us, gap, [own])) for graph, us, gap, own in given)
-    padded = [[m.padded_length for m in rank] for rank in plan.micro_batches]
+    padded = [[_unit(m).num_tokens for m in rank] for rank in plan.micro_batches]
     *_, replays = _coupled(graphs, experts, times, padded, gaps, copies)
     return max(float(replayed.stop_us.max()) for replayed in replays)
 

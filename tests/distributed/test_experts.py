@@ -18,6 +18,7 @@ from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Layout, further
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for, train
 from helpers.shards import differences
+from test_merge import merged_for
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.plan import StepPlan
@@ -215,25 +216,6 @@ def test_other_recomputed_ones_are_refused_where_replicas_meet(gloo: GlooPool) -
         gloo.run(2, run_unlike, EP2.config)
 
 
-def run_merged(config: Any) -> None:
-    runner = build_runner(config, WORKLOAD)
-    plan = scatter_for(config, WORKLOAD, 2, 0)
-    ranks = tuple(
-        tuple(
-            dataclasses.replace(m, replicas=(0, 1), padded_length=-(-m.padded_length // 4) * 4)
-            for m in own
-        )
-        for own in plan.micro_batches[:1] * 2
-    )
-    chains = tuple((len(own),) for own in ranks)
-    runner.run(dataclasses.replace(plan, micro_batches=ranks, chains=chains))
-
-
-def test_documents_of_several_replicas_are_refused(gloo: GlooPool) -> None:
-    with pytest.raises(PlanError, match="plan without that"):
-        gloo.run(2, run_merged, Layout("moe-seq", 3, dp=2).config)
-
-
 OVER_REPLICAS = Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL)
 SLICED = [
     further(Layout("moe-seq", 3, pp=2, tp="2sp", ep=2, extra=f"{ETP1} {FULL}")),
@@ -256,6 +238,46 @@ SLICED = [
 @pytest.mark.parametrize("case", SLICED, ids=str)
 def test_experts_of_slices_compute_what_one_process_does(sliced: Compare, case: Layout) -> None:
     assert sliced(case) == []
+
+
+ALONE = Layout("moe-seq", 1, dp=2)  # all experts in each replica
+MERGED = [
+    ALONE,
+    Layout("moe-seq", 1, pp=2, dp=2, ep=2, extra=FULL),
+    further(Layout("moe-seq", 1, dp=4, ep=2, extra=f"{SHARDED} {OVERLAP}")),
+    further(Layout("moe-seq", 1, dp=4, ep=4)),
+    further(Layout("moe-seq", 1, tp="2sp", dp=2, ep=2, extra=f"{ETP1} {SHARDED} {OVERLAP}")),
+    further(Layout("moe-seq", 1, tp="2sp", dp=2, ep=2)),
+    further(Layout("moe-aux", 1, cp=2, dp=2, ep=4, sharding="per-document")),
+    further(Layout("moe-aux", 1, dp=4, extra=OVERLAP)),
+    further(Layout("deepseek", 2, pp=2, vpp=2, dp=2, ep=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def merged(gloo: GlooPool) -> Compare:
+    """The same of documents that several replicas run together."""
+    return _compare(gloo, merged_for)
+
+
+@pytest.mark.parametrize("case", MERGED, ids=str)
+def test_experts_of_replicas_together_compute_what_one_process_does(
+    merged: Compare, case: Layout
+) -> None:
+    assert merged(case) == []
+
+
+def count_on_each_replica(runner: Any) -> Any:
+    """Routers count what their own replica's tokens of a document choose."""
+    return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, group=None))
+
+
+def test_documents_that_each_replica_counts_for_itself_differ_from_the_oracle(
+    merged: Compare,
+) -> None:
+    found = merged(ALONE, count_on_each_replica)
+    assert any(line.startswith("step 0: gradient of") and "router" in line for line in found)
+    assert not any(line.startswith("step 0: loss") for line in found)
 
 
 @pytest.mark.long

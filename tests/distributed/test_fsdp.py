@@ -13,6 +13,7 @@ from helpers.oracle import State
 from helpers.ranks import build_runner, load, scatter_for, sliced_for
 from helpers.shards import RankRun, differences
 from helpers.workload import Workload
+from test_merge import merged_for
 
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
@@ -48,15 +49,16 @@ FSDP2 = "--use-torch-fsdp2"
     ],
     ids=str,
 )
+@pytest.mark.parametrize("plan_for", [sliced_for, merged_for])
 def test_sharded_weights_train_on_slices_that_ranks_run_alike(
-    gloo: GlooPool, oracle: Oracle, case: Layout
+    gloo: GlooPool, oracle: Oracle, case: Layout, plan_for: Callable[..., StepPlan]
 ) -> None:
     expected = oracle(case)
-    plan = sliced_for(case.config, WORKLOAD, case.world_size, 0)
+    plan = plan_for(case.config, WORKLOAD, case.world_size, 0)
     first, second = ([m.num_targets for m in rank] for rank in plan.micro_batches)
     assert any(bool(one) != bool(other) for one, other in zip(first, second, strict=True))
     assert max(plan.chains[0]) > 1
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial, "", sliced_for)
+    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial, "", plan_for)
     assert differences(expected, runs) == []
 
 

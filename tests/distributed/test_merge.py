@@ -26,8 +26,8 @@ from helpers.layouts import (
     Layout,
     further,
 )
-from helpers.ranks import build_runner, half_recomputed
-from helpers.workload import Workload, slice_up
+from helpers.ranks import build_runner, half_recomputed, num_alike
+from helpers.workload import Workload, run_alike, slice_up
 
 from megatron_wlb.cost.slices import HOST
 from megatron_wlb.errors import PlanError
@@ -46,15 +46,13 @@ CASES = [
     Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS),
 ]
 FURTHER = [Layout("llama", 1, dp=2, tp="2sp"), Layout("latent-yarn", 1, dp=2, tp="2sp")]
-BLOCKS = {
-    2: [((0, 1), 3), ((0, 1), 1), ((0, 1), 2)],
-    4: [((0, 1, 2, 3), 3), ((0, 1), 1), ((2, 3), 2), ((2, 3), 1)],
-}
-"""For each number of data-parallel ranks: which run the longest documents, in how many slices."""
+BLOCKS = [((0, 1, 2, 3), 3), ((0, 1), 1), ((2, 3), 2), ((2, 3), 1)]
+"""Which of four data-parallel ranks run the longest documents, in how many slices."""
 
 
 def merged_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
-    """The longest documents on several ranks, and then :func:`slice_up` of the others.
+    """The longest documents on several ranks, and then :func:`slice_up` of the others; ranks that
+    meet in each pass run it alike.
 
     In step 1 the last rank has all others.
     """
@@ -65,7 +63,8 @@ def merged_for(config: Config, workload: Workload, world_size: int, step: int) -
     multiple = length_multiple(
         p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
     )
-    blocks = BLOCKS[dp_size]
+    alike, every = num_alike(config, dp_size), tuple(range(dp_size))
+    blocks = BLOCKS if alike < dp_size > 2 else [(every, 3), (every, 1), (every, 2)]
     longest = sorted(workload.steps[step], key=lambda d: (-d.length, d.key))[: len(blocks)]
     rest = [d for d in workload.steps[step] if d not in longest]
     others = slice_up(step, rest, 1 if step == 1 else dp_size, multiple)
@@ -84,7 +83,8 @@ def merged_for(config: Config, workload: Workload, world_size: int, step: int) -
         later = [dataclasses.replace(m, index=m.index + len(first)) for m in micro_batches]
         ranks.append((*merged, *later))
         chains.append((len(merged), *numbers))
-    return dataclasses.replace(others, micro_batches=tuple(ranks), chains=tuple(chains))
+    plan = dataclasses.replace(others, micro_batches=tuple(ranks), chains=tuple(chains))
+    return run_alike(plan, alike, multiple)
 
 
 def slices(document: Document, num: int) -> list[Span]:

@@ -99,7 +99,8 @@ class OracleRouters:
         rows = [
             [
                 [(number_of[d.number, d.offset], start, stop) for d, start, stop in m.spans]
-                for m in filter(None, row)
+                for rank, m in enumerate(row)
+                if m is not None and rank == min(m.replicas, default=rank)
             ]
             for row in zip_longest(*plan.micro_batches)
         ]

@@ -85,7 +85,6 @@ def sliced_for(config: Config, workload: Workload, world_size: int, step: int) -
     pass run it alike.
     """
     from megatron_wlb.planning import guards
-    from megatron_wlb.planning.from_config import parallelism
 
     p, dp_size = config.parallel, guards.data_parallel_size(config, world_size)
     multiple = length_multiple(
@@ -93,8 +92,14 @@ def sliced_for(config: Config, workload: Workload, world_size: int, step: int) -
     )
     sharding = SHARDINGS[config.wlb.wlb_cp_sharding]
     plan = slice_up(step, workload.steps[step], dp_size, multiple, sharding)
-    alike = dp_size if config.replicas_meet else parallelism(config, dp_size).expert_replicas
-    return run_alike(plan, alike, multiple) if alike > 1 else plan
+    return run_alike(plan, num_alike(config, dp_size), multiple)
+
+
+def num_alike(config: Config, dp_size: int) -> int:
+    """How many neighbouring data-parallel ranks meet in each pass."""
+    from megatron_wlb.planning.from_config import parallelism
+
+    return dp_size if config.replicas_meet else parallelism(config, dp_size).expert_replicas
 
 
 def recomputed_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:

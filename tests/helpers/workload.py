@@ -206,11 +206,14 @@ def run_alike(plan: StepPlan, alike: int, multiple: int = 1) -> StepPlan:
     """The same slices in chains that so many ranks in a row have in common.
 
     A chain is as long as the longest that any of them comes to next. The others run what fits of
-    theirs there, one behind another, and then micro-batches without a document.
+    theirs there, one behind another, and then micro-batches without a document. Those that several
+    replicas run together come first, and stay as they are.
     """
+    if alike == 1:
+        return plan
     ranks: list[tuple[MicroBatchPlan, ...]] = []
     chains: list[tuple[int, ...]] = []
-    numbers = count()
+    numbers = count(sum(map(len, plan.micro_batches)))
     for first in range(0, len(plan.micro_batches), alike):
         group = range(first, first + alike)
         queues = [deque(plan.chains[rank]) for rank in group]
@@ -225,6 +228,9 @@ def run_alike(plan: StepPlan, alike: int, multiple: int = 1) -> StepPlan:
                     room -= queue[0]
                     made += (units.popleft() for _ in range(queue.popleft()))
                 made += [MicroBatchPlan(0, (), multiple, 0.0)] * room
-        ranks += (tuple(replace(m, index=next(numbers)) for m in made) for made in own)
+        ranks += (
+            tuple(m if m.replicas else replace(m, index=next(numbers)) for m in made)
+            for made in own
+        )
         chains += [tuple(common)] * alike
     return replace(plan, micro_batches=tuple(ranks), chains=tuple(chains))

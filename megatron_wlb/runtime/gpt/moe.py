@@ -8,7 +8,8 @@ tokens, and padding is none:
 - ``seq_aux_loss`` is of each document: it does not depend on the packing. Slices of a document
   count together. A slice cannot know what later ones will choose, so that is added in backward,
   which runs when all have chosen.
-- ``aux_loss`` is of each micro-batch, whose tokens lie on all its TP and CP ranks.
+- ``aux_loss`` is of each micro-batch, whose tokens lie on all its TP and CP ranks, and may lie on
+  those of several replicas.
 - ``global_aux_loss`` takes the shares of experts from all micro-batches of the step so far, in
   running order and over all data-parallel ranks, as Megatron does.
 - The z-loss is of each token.
@@ -51,7 +52,7 @@ _LOGGED = {
 
 
 Choice: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""How often a slice chose each expert, on all ranks of the replica, and its scores on this rank,
+"""How often a slice chose each expert, on all ranks that run it, and its scores on this rank,
 ``[E]`` each."""
 
 
@@ -70,6 +71,9 @@ class RoutedTokens:
     what it logs."""
     cut: Slice | None = None
     """The slice that the first document is, if it is one."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share the tokens, as context-parallel ranks do, if they are of several
+    data-parallel replicas."""
     so_far: dict[TopKRouter, torch.Tensor] = field(default_factory=dict)
     """``[E]`` by router: how often the step's micro-batches have chosen each expert up to this."""
 
@@ -80,6 +84,7 @@ class RoutedTokens:
         local: npt.NDArray[np.int64] | slice,
         step: StepPlan,
         cut: Slice | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> RoutedTokens:
         """A micro-batch's ``local`` tokens, on the host."""
         numbers = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
@@ -90,6 +95,7 @@ class RoutedTokens:
             num_targets / max(step.num_tokens, 1),
             num_targets / _num_logged(step),
             cut,
+            group,
         )
 
     @classmethod
@@ -121,11 +127,11 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
         if tokens is not None and self.training:
             if tokens.cut is not None and self.get_aux_loss_coeff("seq_aux_loss"):
                 chosen_sums, score_sums = self._chosen(logits, by_document=True)
-                _add_up(chosen_sums, self.tp_cp_group)
+                self._add_up(chosen_sums)
                 self._choices(tokens.cut)[tokens.cut.start] = chosen_sums[0], score_sums[0]
             if self.get_aux_loss_coeff("global_aux_loss") and self not in tokens.so_far:
                 chosen_sums, _ = self._chosen(logits, by_document=False)
-                _add_up(chosen_sums, self.tp_dp_cp_group)
+                dist.all_reduce(chosen_sums, group=self.tp_dp_cp_group)
                 # Megatron forgets the sum at the step's end.
                 self.global_tokens_per_expert += chosen_sums[0]
                 tokens.so_far[self] = self.global_tokens_per_expert.clone()
@@ -142,6 +148,14 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
             fused=self.config.moe_router_fusion,
         )
         return self._sums(chosen, scores, by_document=by_document)
+
+    def _add_up(self, counts: torch.Tensor) -> None:
+        """Makes counts those of all ranks that have tokens of the micro-batch."""
+        assert self.tokens is not None
+        several = self.tokens.group
+        for group in (self.tp_cp_group,) if several is None else (self.tp_group, several):
+            if group.size() > 1:
+                dist.all_reduce(counts, group=group)
 
     def _choices(self, cut: Slice) -> dict[int, Choice]:
         """What the slices of a document have chosen here, by where they start."""
@@ -183,7 +197,7 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
             assert self.tokens is not None
             chosen_sums = self.tokens.so_far[self][None]
         else:
-            _add_up(chosen_sums, self.tp_cp_group)
+            self._add_up(chosen_sums)
         cut = self.tokens.cut if self.tokens is not None and kind == "seq_aux_loss" else None
         if cut is None:
             loss = _balance(chosen_sums, score_sums)
@@ -335,11 +349,6 @@ def add_up_logged(config: Any) -> None:
 
 def _tell_router(layer: Any, _args: Any, named: dict[str, Any]) -> None:
     layer.mlp.router.tokens = getattr(named.get("packed_seq_params"), "routed", None)
-
-
-def _add_up(counts: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
-        dist.all_reduce(counts, group=group)
 
 
 class _SliceBalance(torch.autograd.Function):

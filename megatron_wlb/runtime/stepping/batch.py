@@ -335,7 +335,7 @@ class BatchBuilder:
                 params = replace(params, gather=replace(gather, made_split=gather.split))
             if self.has_experts:
                 assert self._step is not None, "who runs a step begins it"
-                routed = RoutedTokens.of(plan, local, self._step, params.slice)
+                routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
             known = self._latest[plan.index] = (plan, local, mapped(params, self._pinned))
         return known[1:]

@@ -374,13 +374,6 @@ class StepRunner:
                         f"step {plan.step}: data-parallel ranks from {first} on meet in each pass, "
                         f"but have {what} of micro-batches {group}; give all the same"
                     )
-        has_experts = self.model.config.num_moe_experts is not None
-        if (has_experts or self._alike > 1) and any(m.replicas for m in plan):
-            raise PlanError(
-                f"step {plan.step}: data-parallel ranks run a document together, but they meet in "
-                "each pass, or layers of experts count its tokens on each alone; plan without that "
-                "(--wlb-dp-merge off)"
-            )
 
     def _check(self, plan: StepPlan) -> None:
         # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.

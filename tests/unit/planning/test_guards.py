@@ -79,8 +79,8 @@ REFUSED = [
         ["--window-size is given", "--context-parallel-size 2", "leave one of them out"],
     ),
     (
-        f"{LATENT} --fp8-format hybrid --fp8-recipe tensorwise --wlb-packing slim", 1,
-        ["--fp8-format is hybrid", "--wlb-dp-merge auto", "leave one of them out"],
+        f"{LATENT} --fp8-format hybrid --fp8-recipe tensorwise --context-parallel-size 2", 2,
+        ["--fp8-format is hybrid", "--context-parallel-size 2", "leave one of them out"],
     ),
     (
         "--wlb-cp-reduce-in-fp32", 1,

@@ -39,6 +39,11 @@ def work_us(unit: list) -> float:
     return sum(COST.document_us(s.stop) - COST.document_us(s.start) for s in unit)
 
 
+def own_us(units: Units) -> float:
+    pairs = zip(units.spans, units.replicas, strict=True)
+    return sum(work_us(unit) / (len(ranks) or 1) for unit, ranks in pairs)
+
+
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
@@ -65,11 +70,16 @@ def test_every_token_runs_once_in_chains_that_a_group_has_in_common(
         rows = [any(row) for row in zip(*(own.spans for own in group), strict=True)]
         assert all(rows) or rows == [False]
     seen = [0] * len(lengths)
-    for own in units:
+    for rank, own in enumerate(units):
         at = 0
         for length in own.chains:
             open_document = None
-            for unit in own.spans[at : at + length]:
+            for number, unit in enumerate(own.spans[at : at + length], at):
+                ranks = own.replicas[number]
+                if ranks and rank > ranks[0]:
+                    assert unit == units[ranks[0]].spans[number]
+                    continue
+                assert not len(ranks) % alike
                 assert sum(span.length for span in unit) <= max_tokens
                 assert not any(span.is_slice for span in unit[1:])
                 for span in unit:
@@ -85,7 +95,7 @@ def test_every_token_runs_once_in_chains_that_a_group_has_in_common(
 
 
 def test_a_replica_runs_documents_one_behind_another_in_a_chain_of_another() -> None:
-    one, other = cut([8000, 5000, 4900, *[400] * 40], 2, 2, num_units=16)
+    one, other = cut([8000, 5000, 4900, *[400] * 40], 2, 2, num_units=16, merges=False)
     assert one.chains == other.chains == [17]
     assert {unit[0].document.number for unit in one.spans} == {0}
     sliced = [unit[0].document.number for unit in other.spans if unit and unit[0].is_slice]
@@ -106,10 +116,16 @@ def test_groups_have_chains_of_their_own() -> None:
     assert [own.chains for own in units] == [[15], [15], [8, 3], [8, 3]]
 
 
-def test_no_document_runs_on_several_replicas_where_they_run_alike() -> None:
-    lengths = [30_000, 500, 400, *[300] * 100]
-    assert any(any(own.replicas) for own in cut(lengths, 2, 1, num_units=8))
-    assert not any(any(own.replicas) for own in cut(lengths, 2, 2, num_units=8))
+@pytest.mark.parametrize(("alike", "sizes"), [(1, {8, 2}), (2, {8, 2}), (4, {8, 4}), (8, {8})])
+def test_replicas_that_run_alike_all_run_a_document_that_outweighs_one(
+    alike: int, sizes: set[int]
+) -> None:
+    lengths = [11_000, 7_000, 500, 400, *[300] * 340]
+    units = cut(lengths, 8, alike, num_units=16)
+    assert {len(ranks) for own in units for ranks in own.replicas if ranks} == sizes
+    apart = cut(lengths, 8, alike, num_units=16, merges=False)
+    assert not any(any(own.replicas) for own in apart)
+    assert max(map(own_us, units)) < max(map(own_us, apart)) / 2
 
 
 @pytest.mark.parametrize(
