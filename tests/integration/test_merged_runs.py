@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.layouts import further
-from megatron_lm_runs import BOTH, DP2, finish, launch, needs_megatron_lm, validations
+from megatron_lm_runs import BOTH, DP2, EXPERTS, finish, launch, needs_megatron_lm, validations
 from trainer_runs import TINY, Flags, losses, read_metrics, start
 
 from megatron_wlb.data.corpus import build_corpus
@@ -106,9 +106,12 @@ def test_run_that_merges_has_the_losses_of_one_that_does_not(
 
 
 @needs_megatron_lm
-def test_launcher_merges_as_the_embedded_trainer(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [further({}), EXPERTS | {"expert_model_parallel_size": 2}])
+def test_launcher_merges_as_the_embedded_trainer(
+    model: Flags, corpus: Path, tmp_path: Path
+) -> None:
     """With all that overlaps communication."""
-    flags = BOTH | DP2 | SLICES | on(corpus)
+    flags = BOTH | DP2 | SLICES | on(corpus) | model
     flags |= {"overlap_grad_reduce": True}
     only = {"overlap_param_gather": True, "wlb_metrics": "launched"}
     launched = finish(launch(tmp_path, 2, flags | only, fault=tell_groups))
