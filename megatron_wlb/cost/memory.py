@@ -26,7 +26,7 @@ from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import held_amounts
-from megatron_wlb.cost.schedule.order import Action, schedule
+from megatron_wlb.cost.schedule.order import Action, Columns, columns_of, schedule
 from megatron_wlb.cost.shape import Parallelism, Recompute, Stage
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
@@ -81,14 +81,6 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
 
 
 Integers: TypeAlias = npt.NDArray[np.int64]
-Columns: TypeAlias = tuple[Integers, ...]
-
-
-def columns_of(actions: Sequence[Action]) -> Columns:
-    """Whether each action is a backward, its chunk and its micro-batch."""
-    backward = np.array([action.kind == "B" for action in actions], dtype=np.int64)
-    chunks = np.array([action.chunk for action in actions], dtype=np.int64)
-    return backward, chunks, np.array([action.micro_batch for action in actions], dtype=np.int64)
 
 
 def around(rows: Floats, in_transit: Floats) -> tuple[Floats, Floats]:

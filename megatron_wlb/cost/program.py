@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_wlb.cost.memory import Columns, Integers, MemoryModel, around
+from megatron_wlb.cost.memory import Integers, MemoryModel, around
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import held_amounts
-from megatron_wlb.cost.schedule.order import Action
+from megatron_wlb.cost.schedule.order import sliced, sliced_columns
 from megatron_wlb.cost.slices import HOST, KINDS, Unit
 from megatron_wlb.cost.tape import Tape
 
@@ -21,25 +21,25 @@ class Program:
 
     Args:
         model: of the ranks' memory.
-        columns: each rank's actions in :func:`megatron_wlb.cost.schedule.order.sliced`.
+        chains: of the step, see :func:`megatron_wlb.cost.schedule.order.sliced`.
         units: the micro-batches, by what is recomputed of them (:attr:`.Unit.recomputed`); 0 among
             them.
-        order: the same actions.
         window_bytes: of each window of hosted ones.
     """
 
     def __init__(
         self,
         model: MemoryModel,
-        columns: Sequence[Columns],
+        chains: Sequence[int],
         units: Mapping[int, Sequence[Unit]],
-        order: Sequence[Sequence[Action]],
         window_bytes: float = 0.0,
     ) -> None:
-        self._model, self._columns, self._units = model, columns, units
-        self._order, self._window_bytes = order, window_bytes
+        p = model.parallelism
+        self._model, self._units, self._window_bytes = model, units, window_bytes
+        self._layout = p.pp_size, tuple(chains), p.vpp_size
+        self._columns = sliced_columns(*self._layout)
         self._in_transit = [
-            model.sent_ahead_bytes(rank, own, units[0]) for rank, own in enumerate(columns)
+            model.sent_ahead_bytes(rank, own, units[0]) for rank, own in enumerate(self._columns)
         ]
         self._known: dict[tuple[str, int], tuple[Integers, Floats]] = {}
         """What is recomputed of units, and their bytes then, by pass and tape."""
@@ -52,8 +52,9 @@ class Program:
         beside, hosted = self._in_transit[rank], again == HOST
         if hosted.any():
             amounts = [self._model.hosted_bytes(tape, self._units[0]) for tape in tapes]
-            given = self._order[rank], hosted.tolist(), np.array(amounts), self._window_bytes
-            beside = beside + held_amounts(*given)
+            actions = sliced(*self._layout)[rank]
+            given = hosted.tolist(), np.array(amounts), self._window_bytes
+            beside = beside + held_amounts(actions, *given)
         return around(table[self._columns[rank]], beside)[0]
 
     def _rows(self, kind: str, tape: Tape, again: Integers) -> Floats:

@@ -15,19 +15,17 @@ If the host has memory for it, micro-batches may wait there instead of being rec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cost import MemoryModel, Parallelism
+from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.document import LEAST_US
-from megatron_wlb.cost.memory import GIB, Columns, Integers, columns_of
+from megatron_wlb.cost.memory import GIB, Integers
 from megatron_wlb.cost.program import Program
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import SLAB_BYTES
-from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import HOST, KINDS, LAYERS, MLPS, Slice, Unit
 from megatron_wlb.plan import Span, Units
 from megatron_wlb.planning.planner import merged_multiple
@@ -79,20 +77,19 @@ class MemoryLimit(NamedTuple):
         """The part of the host's memory in which activations of this device may wait."""
         return self.model.execution.host_gib * GIB
 
-    def peak_bytes(self, units: Units, layout: Parallelism) -> float:
+    def peak_bytes(self, units: Units) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""
         none = np.zeros(len(units.spans), dtype=np.int64)
         held = self.held(units, units.recomputed or none.tolist())
-        program = self._program(units, layout, dict.fromkeys(KINDS, held), units.window_bytes)
+        helds = dict.fromkeys(KINDS, held)
+        program = Program(self.model, units.chains, helds, units.window_bytes)
         again = np.array([unit.recomputed for unit in held], dtype=np.int64)
         return max(
             self.model.alive_bytes(rank, float(program.peaks(rank, again).max(initial=0.0)))
-            for rank in range(layout.pp_size)
+            for rank in range(self.model.parallelism.pp_size)
         )
 
-    def recomputed(
-        self, units: Units, layout: Parallelism, given: Sequence[int], prices_us: Floats
-    ) -> list[int]:
+    def recomputed(self, units: Units, given: Sequence[int], prices_us: Floats) -> list[int]:
         """What of units is to be recomputed, besides what is ``given``, for a step to fit.
 
         ``prices_us`` ``[kinds, units]`` are what that takes, by :attr:`.Unit.recomputed`. Where a
@@ -100,9 +97,9 @@ class MemoryLimit(NamedTuple):
         so.
         """
         again = np.array(given, dtype=np.int64)
-        ranks = range(layout.pp_size)
+        ranks = range(self.model.parallelism.pp_size)
         helds = self._helds(units)
-        program = self._program(units, layout, helds)
+        program = Program(self.model, units.chains, helds)
         left = [self.limit_bytes - self.model.state_bytes(rank).total for rank in ranks]
         hosted = np.zeros(len(again))
         if HOST in helds:
@@ -130,7 +127,7 @@ class MemoryLimit(NamedTuple):
             program.peaks(rank, again).max(initial=0.0) > left[rank] for rank in ranks
         ):  # what waits in the host's memory is on the device while it runs
             without = [LAYERS if kind == HOST else kind for kind in given]
-            return self.recomputed(units._replace(window_bytes=0.0), layout, without, prices_us)
+            return self.recomputed(units._replace(window_bytes=0.0), without, prices_us)
         return [*again.tolist()]
 
     def learn(self, replicas: Sequence[Units]) -> None:
@@ -147,16 +144,6 @@ class MemoryLimit(NamedTuple):
         plain = self.held(units, [0] * len(units.spans))
         return {kind: [Unit(*one[:3], kind, one.divided) for one in plain] for kind in kinds}
 
-    def _program(
-        self,
-        units: Units,
-        layout: Parallelism,
-        helds: Mapping[int, Sequence[Unit]],
-        window_bytes: float = 0.0,
-    ) -> Program:
-        known = layout.pp_size, tuple(units.chains), layout.vpp_size
-        return Program(self.model, _columns(*known), helds, sliced(*known), window_bytes)
-
     def held(self, units: Units, again: Sequence[int]) -> list[Unit]:
         """What memory is counted of, with what is recomputed ``again`` of each."""
         held = []
@@ -167,12 +154,6 @@ class MemoryLimit(NamedTuple):
             divided = units.divided and cut is not None
             held.append(Unit(num_tokens, cut, ranks, recomputed, divided))
         return held
-
-
-@lru_cache(maxsize=8)
-def _columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Sequence[Columns]:
-    """The columns of each rank's actions; those of a step are asked for several times."""
-    return [*map(columns_of, sliced(pp_size, chains, vpp_size))]
 
 
 def _choose(

@@ -165,7 +165,7 @@ def slice_samples(
     )
     units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)
     if memory is not None:
-        peaks = [memory.peak_bytes(own, layout) if own.spans else 0.0 for own in units]
+        peaks = [memory.peak_bytes(own) if own.spans else 0.0 for own in units]
         if max(peaks) > memory.limit_bytes:
             raise ConfigError(
                 f"slices of {len(lengths)} samples need {max(peaks) / GIB:.2f} GiB, above "

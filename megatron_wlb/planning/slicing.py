@@ -252,11 +252,11 @@ class Slicer:
             timed = [one for one in self._heaviest_first(documents) for _ in range(self._alike)]
             alone = _Dealt([timed], [], sum([us for us, _ in timed]), 0)
             units = self._lay(alone, 0, way)[:1]
-            peak_bytes = memory.peak_bytes(units[0], self._layout)
+            peak_bytes = memory.peak_bytes(units[0])
             if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
                 self._tight.add(way)
                 units = self._with_room(units)
-                peak_bytes = memory.peak_bytes(units[0], self._layout)
+                peak_bytes = memory.peak_bytes(units[0])
             self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
             if self._may_host:
                 self._worst_us[way] = self.simulated_us(units * self._alike) + self._worst_us[way]
@@ -299,7 +299,7 @@ class Slicer:
             again = [0] * len(group[0].spans)
             for units in group:
                 given = [*map(_both, again, _shared(units, together))]
-                again = self._memory.recomputed(units, self._layout, given, self._again_us(units))
+                again = self._memory.recomputed(units, given, self._again_us(units))
                 pairs = zip(units.spans, units.replicas, again, strict=True)
                 together |= {spans[0]: each for spans, ranks, each in pairs if ranks}
             chosen += [again] * len(group)

@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.errors import ConfigError, PlanError
 
@@ -34,6 +36,9 @@ class Action:
         return f"{self.kind}{self.chunk}.{self.micro_batch}"
 
 
+Ints: TypeAlias = npt.NDArray[np.int64]
+Columns: TypeAlias = tuple[Ints, ...]
+"""A rank's actions: whether each is a backward, its chunk and its micro-batch."""
 Order: TypeAlias = list[list[Action]]
 """``[pp_size][2 * vpp_size * num_micro_batches]``."""
 
@@ -111,44 +116,53 @@ def sliced(pp_size: int, chains: Sequence[int], vpp_size: int = 1) -> Order:
 
 @lru_cache(maxsize=8)
 def _sliced(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Order:
+    return _order(sliced_columns(pp_size, chains, vpp_size))
+
+
+def sliced_columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Sequence[Columns]:
+    """:func:`sliced` in arrays, which takes a tenth of the time."""
+    return _sliced_columns(pp_size, chains, vpp_size)
+
+
+@lru_cache(maxsize=8)
+def _sliced_columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> list[Columns]:
     if min(chains, default=0) < 1:
         raise ConfigError(f"chains of {list(chains)} micro-batches; give one, of at least 1 each")
     num = sum(chains)
     _check_sizes(pp_size, vpp_size, num)
-    backwards: list[int] = []
-    needed: list[int] = []
-    for length in chains:
-        stop = len(backwards) + length
-        backwards += reversed(range(len(backwards), stop))
-        needed += [stop] * length
+    stops = np.cumsum(chains)
+    needed = np.repeat(stops, chains)
+    backwards = np.repeat(2 * stops - chains, chains) - 1 - np.arange(num)
     if vpp_size == 1:
-        return run_ahead(pp_size, backwards, needed)
+        return _ahead(pp_size, backwards, needed, 1)
     number = max(1, num // -(-5 * pp_size // 4))
-    cuts = [num * at // number for at in range(number + 1)]
-    groups = [range(*cut) for cut in pairwise(cuts)]
-    chunks = range(vpp_size)
-    forward = [(chunk, m) for group in groups for chunk in chunks for m in group]
-    backward = [(chunk, backwards[m]) for group in groups for chunk in chunks[::-1] for m in group]
-    place = {one: at for at, one in enumerate(forward)}
+    cuts = num * np.arange(number + 1) // number
+    sizes = np.repeat(np.diff(cuts), np.diff(cuts))
+    chunks, last = np.arange(vpp_size)[:, None], vpp_size - 1
+    # Where each chunk runs the first, second, … micro-batch, ``[V, N]``.
+    place = np.arange(num) + last * np.repeat(cuts[:-1], np.diff(cuts)) + chunks * sizes
+    came = place[::-1]
+    forward, backward = np.empty((2, 2, place.size), dtype=np.int64)
+    forward[:, place] = np.stack(np.broadcast_arrays(chunks, np.arange(num)))
+    backward[:, came] = np.stack(np.broadcast_arrays(chunks, backwards))
     # Behind all forwards of its chain; and of its rank, as many as fill the pipeline.
-    filled = (vpp_size - 1) * len(groups[0]) + 1
-    enough = [min(len(forward), filled + at) for at in range(len(backward))]
-    for at, (chunk, m) in enumerate(backward):
-        if chunk == chunks[-1]:
-            enough[at] = max(enough[at], place[chunk, needed[m] - 1] + 1)
+    filled = last * int(cuts[1]) + 1
+    enough = np.minimum(place.size, filled + np.arange(place.size))
+    enough[came[last]] = np.maximum(enough[came[last]], place[last, needed - 1] + 1)
     enough = _worked_off(enough)
     # What the first rank runs before a backward that the last rank waits for in its next chunk down
     # must need no forward of the last rank behind it.
-    reached = [0]
-    for chunk, m in forward:
-        reached.append(max(reached[-1], place[chunk - 1, m] + 1 if chunk else 0))
-    came = {one: at for at, one in enumerate(backward)}
-    for at, (chunk, m) in enumerate(backward):
-        enough[at] = max(enough[at], enough[at - 1] if at else 0)
-        if chunk < chunks[-1]:
-            ahead = enough[came[chunk + 1, m]] + CHUNKS_LEAD * (pp_size - 1)
-            enough[at] = max(enough[at], reached[min(len(forward), ahead)])
-    return _lay(pp_size, forward, backward, enough, CHUNKS_LEAD)
+    before = np.zeros(1 + place.size, dtype=np.int64)
+    before[1 + place[1:]] = place[:-1] + 1
+    reached = np.maximum.accumulate(before).tolist()
+    above = np.full(place.size, -1)  # the same backward of the chunk above
+    above[came[:-1]] = came[1:]
+    result, lead = [0], CHUNKS_LEAD * (pp_size - 1)
+    for least, source in zip(enough.tolist(), above.tolist(), strict=True):
+        if source >= 0:
+            least = max(least, reached[min(place.size, result[source + 1] + lead)])
+        result.append(max(least, result[-1]))
+    return _lay(pp_size, forward, backward, np.array(result[1:]), CHUNKS_LEAD)
 
 
 CHUNKS_LEAD = 2
@@ -163,41 +177,59 @@ def run_ahead(
     Forwards run in their order, as many as backwards, and ``rank_lead`` more on each rank than on
     the next. The lead is worked off as :func:`sliced` has it.
     """
-    forward = [(0, m) for m in range(len(backwards))]
-    backward = [(0, m) for m in backwards]
+    return _order(_ahead(pp_size, np.array(backwards), np.array(needed), rank_lead))
+
+
+def _ahead(pp_size: int, backwards: Ints, needed: Ints, rank_lead: int) -> list[Columns]:
+    forward, backward = np.zeros((2, 2, len(backwards)), dtype=np.int64)
+    forward[1], backward[1] = np.arange(len(backwards)), backwards
     return _lay(pp_size, forward, backward, _worked_off(needed), rank_lead)
 
 
-def _worked_off(needed: Sequence[int]) -> list[int]:
+def _worked_off(needed: Ints) -> Ints:
     """Forwards before each backward, at least as many as ``needed``."""
-    ahead = [8 * number for number in needed]  # eighths of forwards
-    for at in reversed(range(len(ahead) - 1)):
-        ahead[at] = max(ahead[at], ahead[at + 1] - 9)
-    for at in range(1, len(ahead)):
-        ahead[at] = max(ahead[at], ahead[at - 1] + 6)
-    return [-(-eighths // 8) for eighths in ahead]
+    up, down = 9 * np.arange(len(needed)), 6 * np.arange(len(needed))
+    ahead = 8 * needed - up  # eighths of forwards
+    ahead = np.maximum.accumulate(ahead[::-1])[::-1] + up - down
+    ahead = np.maximum.accumulate(ahead) + down
+    worked_off: Ints = -(-ahead // 8)
+    return worked_off
 
 
 def _lay(
-    pp_size: int,
-    forward: Sequence[Pass],
-    backward: Sequence[Pass],
-    enough: Sequence[int],
-    rank_lead: int,
-) -> Order:
-    """Each backward behind ``enough`` forwards on the last rank, and more on those before."""
-    order: Order = []
-    forwards = [Action("F", *one) for one in forward]
-    backwards = [Action("B", *one) for one in backward]
+    pp_size: int, forward: Ints, backward: Ints, enough: Ints, rank_lead: int
+) -> list[Columns]:
+    """Each backward behind ``enough`` forwards on the last rank, and more on those before.
+
+    Passes are ``[2, passes]``: their chunks and micro-batches.
+    """
+    result = []
     for rank in range(pp_size):
-        actions: list[Action] = []
-        done = 0
-        for action, number in zip(backwards, enough, strict=True):
-            until = min(len(forwards), number + rank_lead * (pp_size - 1 - rank))
-            actions += forwards[done:until]
-            done = max(done, until)
-            actions.append(action)
-        order.append(actions)
+        until = np.minimum(forward.shape[1], enough + rank_lead * (pp_size - 1 - rank))
+        done = np.maximum.accumulate(until)
+        columns = np.zeros((3, backward.shape[1] + done[-1]), dtype=np.int64)
+        columns[0, np.arange(len(done)) + done] = 1
+        is_backward = columns[0] == 1
+        columns[1:, is_backward] = backward
+        columns[1:, ~is_backward] = forward[:, : done[-1]]
+        result.append(tuple(columns))
+    return result
+
+
+def columns_of(actions: Sequence[Action]) -> Columns:
+    """Whether each action is a backward, its chunk and its micro-batch."""
+    table = [(action.kind == "B", action.chunk, action.micro_batch) for action in actions]
+    return tuple(np.array(table, dtype=np.int64).reshape(-1, 3).T)
+
+
+def _order(ranks: Sequence[Columns]) -> Order:
+    """The actions of columns, each made once for all ranks."""
+    made: dict[tuple[int, int, int], Action] = {}
+    order = []
+    for columns in ranks:
+        own = list(zip(*(column.tolist() for column in columns), strict=True))
+        made |= {one: Action("FB"[one[0]], *one[1:]) for one in own if one not in made}
+        order.append([made[one] for one in own])
     return order
 
 

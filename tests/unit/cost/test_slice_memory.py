@@ -13,8 +13,7 @@ import pytest
 from _quickstart.recording import chained
 
 from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
-from megatron_wlb.cost.memory import columns_of
-from megatron_wlb.cost.schedule.order import Action, sliced
+from megatron_wlb.cost.schedule.order import Action, columns_of, sliced
 from megatron_wlb.cost.slices import Unit
 
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
