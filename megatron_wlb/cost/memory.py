@@ -11,7 +11,7 @@ tensor (CUDA context, libraries, communication buffers) is in :func:`overhead_gi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, product
@@ -28,14 +28,12 @@ from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import held_amounts
 from megatron_wlb.cost.schedule.order import Action, Columns, columns_of, schedule
 from megatron_wlb.cost.shape import Parallelism, Recompute, Stage
-from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, SliceTape, Unit
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, SliceTape, Unit, UnitTable
 from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
 
 GIB = 2**30
-MOST_KNOWN = 2**16
-"""Micro-batches whose bytes are remembered, of each kind of chunk and pass."""
 _RECOMPUTES = {MLPS: Recompute("mlp"), LAYERS: Recompute("full", "uniform", 1)}
 """What may be recomputed of single micro-batches."""
 MOST_DOUBLINGS = 32
@@ -332,11 +330,6 @@ class MemoryModel(Executed):
         return -(-self._alone.num_parameters(0) // self.execution.store_ranks)
 
     @cached_property
-    def _action_bytes(self) -> dict[tuple[str, int], dict[Unit, tuple[float, float, float]]]:
-        """What an action lets go of, its own peak and what it keeps, by kind and tape, by unit."""
-        return {}
-
-    @cached_property
     def _stages(self) -> tuple[Stage, ...]:
         return self.parallelism.stages(self.shape)
 
@@ -361,7 +354,7 @@ class MemoryModel(Executed):
         return again
 
     @cached_property
-    def _slice_tapes(self) -> dict[int, SliceTape]:
+    def _slice_tapes(self) -> dict[tuple[int, int], SliceTape]:
         return {}
 
     def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
@@ -380,7 +373,7 @@ class MemoryModel(Executed):
         ``lengths`` are the padded tokens of the rank's micro-batches.
         """
         in_transit = self._in_transit_bytes(pp_rank, actions, lengths)
-        return self._uses(pp_rank, actions, list(map(Unit, lengths)), in_transit)
+        return self._uses(pp_rank, actions, UnitTable.of(map(Unit, lengths)), in_transit)
 
     def program_bytes(
         self,
@@ -394,30 +387,23 @@ class MemoryModel(Executed):
         ``actions`` are the rank's in :func:`megatron_wlb.cost.schedule.order.sliced`.
         ``window_bytes`` are those of each window of hosted ones.
         """
-        beside = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
-        hosted = [unit.recomputed == HOST for unit in units]
-        if any(hosted):
-            amounts = [self.hosted_bytes(tape, units) for tape in self.tapes[pp_rank]]
-            beside += held_amounts(actions, hosted, np.array(amounts), window_bytes)
-        return self._uses(pp_rank, actions, units, beside.tolist())
+        table = UnitTable.of(units)
+        beside = self.sent_ahead_bytes(pp_rank, columns_of(actions), table)
+        hosted = table.recomputed == HOST
+        if hosted.any():
+            amounts = [self.hosted_bytes(tape, table) for tape in self.tapes[pp_rank]]
+            beside += held_amounts(actions, hosted.tolist(), np.array(amounts), window_bytes)
+        return self._uses(pp_rank, actions, table, beside.tolist())
 
     def alive_bytes(self, pp_rank: int, activations: float) -> float:
         """The most bytes alive in a step whose activations take so many, its update included."""
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
 
-    def unit_bytes(self, tape: Tape, kind: str, units: Sequence[Unit]) -> Floats:
-        """What forwards ("F") or backwards of units let go of, their own peaks and what they keep,
-        slices' buffers too: ``[units, 3]``.
-        """
-        known = self._known(tape, kind, units)
-        rows = np.fromiter(chain.from_iterable(known[unit] for unit in units), np.float64)
-        return rows.reshape(-1, 3)
-
     def _uses(
         self,
         pp_rank: int,
         actions: Sequence[Action],
-        units: Sequence[Unit],
+        units: UnitTable,
         beside: Sequence[float],
     ) -> list[ActivationBytes]:
         tapes = self.tapes[pp_rank]
@@ -429,66 +415,35 @@ class MemoryModel(Executed):
         peaks, kept = around(table[columns_of(actions)], np.array(beside))
         return list(map(ActivationBytes, peaks.tolist(), kept.tolist()))
 
-    def learn(self, units: Iterable[Unit]) -> None:
-        """Works out what units take, of all pipelines of a step in much less time than of each."""
-        units = list(units)
-        for tape in {id(tape): tape for own in self.tapes for tape in own}.values():
-            for kind in "FB":
-                self._known(tape, kind, units)
+    def unit_bytes(self, tape: Tape, kind: str, units: UnitTable) -> Floats:
+        """What forwards ("F") or backwards of units let go of, their own peaks and what they keep,
+        slices' buffers too: ``[units, 3]``.
+        """
+        rows = np.empty((len(units.num_tokens), 3))
+        for what in np.unique(units.recomputed).tolist():
+            at = np.flatnonzero(units.recomputed == what)
+            own = self._sliced(tape, what)
+            rows[at] = own.action_bytes(kind, units.some(at), hosted=what == HOST)
+        return rows
 
-    def _known(
-        self, tape: Tape, kind: str, units: Sequence[Unit]
-    ) -> dict[Unit, tuple[float, float, float]]:
-        """What the units' actions let go of, their own peaks and what they keep."""
-        known = self._action_bytes.setdefault((kind, id(tape)), {})
-        new = dict.fromkeys(unit for unit in units if unit not in known)
-        if len(known) + len(new) > MOST_KNOWN:
-            known.clear()
-            new = dict.fromkeys(units)
-        plain = [unit for unit in new if unit.recomputed in (0, HOST)]
-        known |= self._worked_out(tape, kind, plain)
-        for what in _RECOMPUTES:
-            if again := [unit for unit in new if unit.recomputed == what]:
-                known |= self._worked_out(self._again[id(tape), what], kind, again)
-        return known
+    def kept_bytes(self, tape: Tape, units: UnitTable, what: int) -> Floats:
+        """What forwards of units keep, ``[units]``, if ``what`` is recomputed of each."""
+        kept = self._sliced(tape, what).kept_bytes(units)
+        return kept - self.hosted_bytes(tape, units) if what == HOST else kept
 
-    def _worked_out(
-        self, tape: Tape, kind: str, units: Sequence[Unit]
-    ) -> dict[Unit, tuple[float, float, float]]:
-        known: dict[Unit, tuple[float, float, float]] = {}
-        whole, cut = ([u for u in units if (u.slice is None) == plain] for plain in (True, False))
-        if whole:
-            num_tokens = np.array([unit.num_tokens for unit in whole], dtype=np.float64)
-            saved, none = tape.saved_per_token * num_tokens, 0 * num_tokens
-            if kind == "F":
-                table = np.array([none, tape.forward_peak_bytes(num_tokens), saved])
-            else:
-                table = np.array([saved, tape.backward_peak_bytes(num_tokens), none])
-            known |= zip(whole, map(tuple, table.T.tolist()), strict=True)
-        if cut:
-            table = self._sliced(tape).action_bytes(kind, cut)
-            known |= zip(cut, map(tuple, table.T.tolist()), strict=True)
-        if hosted := [unit for unit in units if unit.recomputed == HOST]:
-            gone = self.hosted_bytes(tape, hosted).tolist()
-            for unit, num_bytes in zip(hosted, gone, strict=True):
-                let_go, peak, keeps = known[unit]
-                less = (0.0, num_bytes) if kind == "F" else (num_bytes, 0.0)
-                known[unit] = let_go - less[0], peak, keeps - less[1]
-        return known
-
-    def hosted_bytes(self, tape: Tape, units: Sequence[Unit]) -> Floats:
+    def hosted_bytes(self, tape: Tape, units: UnitTable) -> Floats:
         """What of units goes to the host, if they are hosted, ``[units]``."""
-        tokens = np.array([unit.num_tokens for unit in units], dtype=np.float64)
-        result = (tape.saved_per_token - tape.stays_per_token) * tokens
-        if cut := [at for at, unit in enumerate(units) if unit.slice is not None]:
-            result[cut] = self._sliced(tape).hosted_bytes([units[at] for at in cut])
-        return result
+        return self._sliced(tape).hosted_bytes(units)
 
-    def _sliced(self, tape: Tape) -> SliceTape:
-        made = SliceTape(tape, self.parallelism.cp_size, self.execution.reduce_in_fp32)
-        return self._slice_tapes.setdefault(id(tape), made)
+    def _sliced(self, tape: Tape, what: int = 0) -> SliceTape:
+        """The tape of a chunk for micro-batches of which that is recomputed."""
+        if (name := (id(tape), what)) not in self._slice_tapes:
+            own = self._again[name] if what in _RECOMPUTES else tape
+            made = SliceTape(own, self.parallelism.cp_size, self.execution.reduce_in_fp32)
+            self._slice_tapes[name] = made
+        return self._slice_tapes[name]
 
-    def sent_ahead_bytes(self, pp_rank: int, columns: Columns, units: Sequence[Unit]) -> Floats:
+    def sent_ahead_bytes(self, pp_rank: int, columns: Columns, units: UnitTable) -> Floats:
         """Bytes on the way while each action of a program runs, ``[actions]``.
 
         The inputs that arrive for the next forward and the next backward, and what the last action
@@ -497,7 +452,7 @@ class MemoryModel(Executed):
         p = self.parallelism
         per_token = self.element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
         backward, chunks, numbers = columns
-        moved = per_token * np.array([unit.num_tokens for unit in units])[numbers]
+        moved = per_token * units.num_tokens[numbers]
         # The first stage receives no activations, and sends no gradients; the last one likewise.
         first, last = (pp_rank == at for at in (0, p.pp_size - 1))
         at_first, at_last = first & (chunks == 0), last & (chunks == p.vpp_size - 1)

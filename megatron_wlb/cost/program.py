@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.cost.memory import Integers, MemoryModel, around
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import held_amounts
 from megatron_wlb.cost.schedule.order import sliced, sliced_columns
-from megatron_wlb.cost.slices import HOST, KINDS, Unit
+from megatron_wlb.cost.slices import HOST, KINDS, UnitTable
 from megatron_wlb.cost.tape import Tape
 
 
@@ -22,8 +23,8 @@ class Program:
     Args:
         model: of the ranks' memory.
         chains: of the step, see :func:`megatron_wlb.cost.schedule.order.sliced`.
-        units: the micro-batches, by what is recomputed of them (:attr:`.Unit.recomputed`); 0 among
-            them.
+        units: the micro-batches.
+        kinds: what may be recomputed of them (:attr:`.Unit.recomputed`).
         window_bytes: of each window of hosted ones.
     """
 
@@ -31,31 +32,41 @@ class Program:
         self,
         model: MemoryModel,
         chains: Sequence[int],
-        units: Mapping[int, Sequence[Unit]],
+        units: UnitTable,
+        kinds: Iterable[int] = (),
         window_bytes: float = 0.0,
     ) -> None:
         p = model.parallelism
         self._model, self._units, self._window_bytes = model, units, window_bytes
+        self.kinds = [*kinds]
         self._layout = p.pp_size, tuple(chains), p.vpp_size
         self._columns = sliced_columns(*self._layout)
         self._in_transit = [
-            model.sent_ahead_bytes(rank, own, units[0]) for rank, own in enumerate(self._columns)
+            model.sent_ahead_bytes(rank, own, units) for rank, own in enumerate(self._columns)
         ]
         self._known: dict[tuple[str, int], tuple[Integers, Floats]] = {}
         """What is recomputed of units, and their bytes then, by pass and tape."""
         self._kept: dict[int, Floats] = {}
+        self._windows: dict[tuple[int, bytes], Floats] = {}
 
     def peaks(self, rank: int, again: Integers) -> Floats:
         """The most alive while each of a rank's actions runs, if that is recomputed of units."""
         tapes = self._model.tapes[rank]
-        table = np.array([[self._rows(kind, tape, again) for tape in tapes] for kind in "FB"])
+        rows = {(k, id(t)): self._rows(k, t, again) for k in "FB" for t in tapes}
+        table = np.array([[rows[kind, id(tape)] for tape in tapes] for kind in "FB"])
         beside, hosted = self._in_transit[rank], again == HOST
         if hosted.any():
-            amounts = [self._model.hosted_bytes(tape, self._units[0]) for tape in tapes]
-            actions = sliced(*self._layout)[rank]
-            given = hosted.tolist(), np.array(amounts), self._window_bytes
-            beside = beside + held_amounts(actions, *given)
+            beside = beside + self._on_their_way(rank, hosted)
         return around(table[self._columns[rank]], beside)[0]
+
+    def _on_their_way(self, rank: int, hosted: npt.NDArray[np.bool_]) -> Floats:
+        """What both windows hold while each of a rank's actions runs."""
+        if (name := (rank, hosted.tobytes())) not in self._windows:
+            tapes, actions = self._model.tapes[rank], sliced(*self._layout)[rank]
+            amounts = [self._model.hosted_bytes(tape, self._units) for tape in tapes]
+            given = hosted.tolist(), np.array(amounts), self._window_bytes
+            self._windows[name] = held_amounts(actions, *given)
+        return self._windows[name]
 
     def _rows(self, kind: str, tape: Tape, again: Integers) -> Floats:
         number = len(again)
@@ -63,7 +74,7 @@ class Program:
         known, rows = self._known.setdefault((kind, id(tape)), first)
         new = np.flatnonzero(known != again)
         if len(new):
-            units = [self._units[again[at]][at] for at in new.tolist()]
+            units = self._units._replace(recomputed=again.astype(np.float64)).some(new)
             known[new], rows[new] = again[new], self._model.unit_bytes(tape, kind, units)
         return rows
 
@@ -74,15 +85,15 @@ class Program:
 
     def _kept_bytes(self, tape: Tape) -> Floats:
         if id(tape) not in self._kept:
-            given = [self._units.get(what, self._units[0]) for what in KINDS]
-            own = [self._model.unit_bytes(tape, "F", units)[:, 2] for units in given]
+            given = [what if what in self.kinds else 0 for what in KINDS]
+            own = [self._model.kept_bytes(tape, self._units, what) for what in given]
             self._kept[id(tape)] = np.array(own)
         return self._kept[id(tape)]
 
     def passes(self, rank: int) -> tuple[Integers, Integers]:
         """Which of a rank's actions are forwards, and which backwards: ``[units, chunks]`` each."""
         columns = self._columns[rank]
-        shape = 2, len(self._model.tapes[rank]), len(self._units[0])
+        shape = 2, len(self._model.tapes[rank]), len(self._units.num_tokens)
         found = np.empty(shape, dtype=np.int64)
         found[columns] = np.arange(len(columns[0]))
         forwards, backwards = found.swapaxes(1, 2)

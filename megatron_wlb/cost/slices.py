@@ -14,7 +14,7 @@ both outputs of attention besides the one that they are joined in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -61,6 +61,39 @@ class Unit(NamedTuple):
     :data:`LAYERS`. Or :data:`HOST`."""
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of the slice's document."""
+
+
+class UnitTable(NamedTuple):
+    """Micro-batches in arrays, ``[units]`` each."""
+
+    num_tokens: Floats
+    num_ranks: Floats
+    """Data-parallel ranks that run each; 1 if one runs it alone."""
+    recomputed: Floats
+    divided: Floats
+    start: Floats
+    """Of its slice, as the next ones; all 0 where there is none."""
+    stop: Floats
+    length: Floats
+
+    @classmethod
+    def of(cls, units: Iterable[Unit]) -> UnitTable:
+        none = 0, 0, 0
+        rows = [
+            (n, len(ranks) or 1, again, divided, *(none if cut is None else cut[1:]))
+            for n, cut, ranks, again, divided in units
+        ]
+        return cls(*np.array(rows, dtype=np.float64).reshape(-1, 7).T)
+
+    def some(self, at: Any) -> UnitTable:
+        return UnitTable(*(column[at] for column in self))
+
+    @property
+    def is_alone(self) -> Any:
+        """Whether a unit is a slice and nothing else: not even padding, which is attended to as a
+        document.
+        """
+        return self.stop - self.start == self.num_tokens * self.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,53 +143,74 @@ class SliceTape:
     in_fp32: bool = False
     """Whether context-parallel ranks sum gradients of keys and values in fp32."""
 
-    def action_bytes(self, kind: str, units: Sequence[Unit]) -> Floats:
+    def action_bytes(self, kind: str, units: UnitTable, hosted: bool = False) -> Floats:
         """What actions let go of, the most alive while they run, and what they keep.
 
-        ``[3, units]``, which all run slices. The buffers of a slice's document are in all three.
+        ``[units, 3]``. The buffers of a slice's document are in all three. If units are ``hosted``
+        what goes to the host is in none but the peaks.
         """
-        table = [
-            (u.num_tokens, len(u.ranks) or 1, u.divided, *u.slice[1:])
-            for u in units
-            if u.slice is not None
-        ]
-        num_tokens, num_ranks, divided, start, stop, length = np.array(table, dtype=np.float64).T
         backward = kind == "B"
-        share = np.where(divided, 1 / (self.cp_size * num_ranks), 1.0)
-        length, is_divided = length * share, share < 1
-        held = _buffers(backward, start, stop < length / share, length)
+        before, after = self._held(units, backward)
+        kept = self._kept(units)
+        gone = kept - self.hosted_bytes(units) if hosted else kept
+        let_go, keeps = (before + gone, after) if backward else (before, after + gone)
+        rows = np.stack([let_go, np.empty(len(kept)), keeps], axis=1)
+        whole, cut = np.flatnonzero(units.length == 0), np.flatnonzero(units.length)
+        if len(whole):
+            tape, tokens = self.tape, units.num_tokens[whole]
+            peaks = tape.backward_peak_bytes if backward else tape.forward_peak_bytes
+            rows[whole, 1] = peaks(tokens)
+        if len(cut):
+            rows[cut, 1] = self._peaks(units.some(cut), backward)
+        return rows
+
+    def kept_bytes(self, units: UnitTable) -> Floats:
+        """What forwards of units keep, ``[units]``: the last of :meth:`action_bytes`."""
+        return self._held(units, False)[1] + self._kept(units)
+
+    def _shares(self, units: UnitTable) -> Floats:
+        """What a rank has of the buffers of each unit's document."""
+        return np.where(units.divided, 1 / (self.cp_size * units.num_ranks), 1.0)
+
+    def _held(self, units: UnitTable, backward: bool) -> tuple[Floats, Floats]:
+        """Bytes of documents' buffers before and after an action."""
+        goes_on, length = units.stop < units.length, units.length * self._shares(units)
+        tokens = _buffers(backward, units.start, goes_on, length)
+        keys, gradients = self._buffers
+        return tokens[0] * keys + tokens[1] * gradients, tokens[2] * keys + tokens[3] * gradients
+
+    def _kept(self, units: UnitTable) -> Floats:
+        """Bytes of activations from a forward to its backward."""
+        saved = np.where(units.is_alone, self._saved[True], self._saved[False])
+        kept: Floats = np.where(units.length, saved, self.tape.saved_per_token) * units.num_tokens
+        return kept
+
+    def _peaks(self, units: UnitTable, backward: bool) -> Floats:
+        start, share = units.start, self._shares(units)
+        length = units.length * share
+        held = _buffers(backward, start, units.stop < units.length, length)
         # In backward, the kernel of the layer that runs gives gradients of the keys before the
         # slice, too, besides those of its own that the tape has.
         own = length + start if backward else length
         buffers = [held[0], own, held[2], held[1], length * backward, held[3]]
         # The rows that are gathered, all that are seen, and what of the former is got back.
-        rows = is_divided * np.array([start, stop, start * share])
+        rows = (share < 1) * np.array([start, units.stop, start * share])
+        num_tokens = units.num_tokens
         coefficients = np.array([num_tokens, num_tokens**0, *buffers, start, *rows])
-        # Not beside padding either, which is attended to as a document.
-        alone = stop - start == num_tokens * num_ranks
-        peak = np.empty(len(units))
-        for kind_of in (False, True):
-            moments, at = self._rows[backward, kind_of], np.flatnonzero(alone == kind_of)
+        peaks = np.empty(len(start))
+        for alone in (False, True):
+            moments, at = self._rows[backward, alone], np.flatnonzero(units.is_alone == alone)
+            grows = np.flatnonzero(moments.any(axis=1) & coefficients.any(axis=1))
             for some in np.split(at, range(_TOGETHER, len(at), _TOGETHER)):
-                parts = moments[:, :, None] * coefficients[:, None, some]
-                peak[some] = parts.sum(axis=0).max(axis=0, initial=0.0)
-        saved = np.where(alone, self._saved[True], self._saved[False]) * num_tokens
-        keys, gradients = self._buffers
-        before, after = held[0] * keys + held[1] * gradients, held[2] * keys + held[3] * gradients
-        if backward:
-            return np.array([before + saved, peak, after])
-        return np.array([before, peak, after + saved])
+                parts = moments[grows, :, None] * coefficients[grows][:, None, some]
+                peaks[some] = parts.sum(axis=0).max(axis=0, initial=0.0)
+        return peaks
 
-    def hosted_bytes(self, units: Sequence[Unit]) -> Floats:
-        """What of units would go to the host, ``[units]``; all of them run slices."""
-        saved = np.array(self._saved) - self.tape.stays_per_token
-        alone = [
-            u.slice.stop - u.slice.start == u.num_tokens * (len(u.ranks) or 1)
-            for u in units
-            if u.slice
-        ]
-        tokens = np.array([unit.num_tokens for unit in units], dtype=np.float64)
-        return saved[np.array(alone, dtype=np.int64)] * tokens
+    def hosted_bytes(self, units: UnitTable) -> Floats:
+        """What of units would go to the host, ``[units]``."""
+        stays = self.tape.stays_per_token * units.num_tokens
+        hosted: Floats = self._kept(units) - stays
+        return hosted
 
     @cached_property
     def _saved(self) -> tuple[float, float]:

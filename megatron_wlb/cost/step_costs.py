@@ -25,7 +25,7 @@ from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats, Graph
 from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, PrefixCosts, Unit
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, PrefixCosts, Unit, UnitTable
 from megatron_wlb.errors import ConfigError
 
 BACKWARD_OVERHEAD = 2 / 3
@@ -61,7 +61,8 @@ class HostLink:
     def times_us(self, units: Sequence[Unit]) -> Floats:
         """Time of the copy of each micro-batch, one way, in each virtual stage: ``[S, N]``."""
         tapes = {id(tape): tape for own in self.memory.tapes for tape in own}
-        known = {name: self.memory.hosted_bytes(tape, units) for name, tape in tapes.items()}
+        table = UnitTable.of(units)
+        known = {name: self.memory.hosted_bytes(tape, table) for name, tape in tapes.items()}
         stages = [known[id(tape)] for own in zip(*self.memory.tapes, strict=True) for tape in own]
         times_us: Floats = np.array(stages) / (self.gb_s * 1e3)
         return times_us

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -45,18 +46,18 @@ class Operation:
     """The part of ``saved`` that is on the device even if a micro-batch is hosted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tape:
     """The operations of one model chunk, in forward order."""
 
     operations: tuple[Operation, ...]
 
-    @property
+    @cached_property
     def saved_per_token(self) -> float:
         """Bytes that a micro-batch in flight keeps, a token."""
         return sum(operation.saved for operation in self.operations)
 
-    @property
+    @cached_property
     def stays_per_token(self) -> float:
         """Bytes of them that do not go to the host."""
         return sum(operation.stays for operation in self.operations)
@@ -66,33 +67,56 @@ class Tape:
 
         Of many, all at once.
         """
-        num_tokens = np.asarray(num_tokens, dtype=np.float64)
-        kept = peak = np.zeros_like(num_tokens)
-        for operation in self.operations:
-            working = operation.forward
-            if operation.inner:  # forward without keeping anything: its largest operation
-                working = max(o.forward + o.saved for o in operation.inner)
-            peak = np.maximum(peak, kept + (operation.saved + working) * num_tokens)
-            kept = kept + operation.saved * num_tokens
-        return peak
+        return _most(self._forward, num_tokens)
 
     def backward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
         """The most of a micro-batch while it runs backward, what it has kept included.
 
         Of many, all at once.
         """
-        num_tokens = np.asarray(num_tokens, dtype=np.float64)
-        peak = kept = self.saved_per_token * num_tokens
+        return _most(self._backward, num_tokens)
+
+    @cached_property
+    def _forward(self) -> Floats:
+        """What is alive in each moment: bytes a token, and bytes once, ``[2, moments]``."""
+        kept, moments = 0.0, [(0.0, 0.0)]
+        for operation in self.operations:
+            working = operation.forward
+            if operation.inner:  # forward without keeping anything: its largest operation
+                working = max(o.forward + o.saved for o in operation.inner)
+            kept += operation.saved
+            moments.append((kept + working, 0.0))
+        return _highest(moments)
+
+    @cached_property
+    def _backward(self) -> Floats:
+        kept = self.saved_per_token
+        moments = [(kept, 0.0)]
         for operation in reversed(self.operations):
-            working = operation.backward * num_tokens + operation.weight_bytes
+            tokens, weight = kept + operation.backward, operation.weight_bytes
+            moments.append((tokens, weight))
             if operation.inner:
                 inner = Tape(operation.inner)
-                working = working + np.maximum(
-                    inner.forward_peak_bytes(num_tokens), inner.backward_peak_bytes(num_tokens)
-                )
-            peak = np.maximum(peak, kept + working)
-            kept = kept - operation.saved * num_tokens
-        return peak
+                both = np.concatenate([inner._forward, inner._backward], axis=1).T.tolist()
+                moments += ((tokens + own, weight + once) for own, once in both)
+            kept -= operation.saved
+        return _highest(moments)
+
+
+def _most(moments: Floats, num_tokens: npt.ArrayLike) -> Floats:
+    tokens = np.asarray(num_tokens, dtype=np.float64)
+    per_token, once = (row.reshape(-1, *[1] * tokens.ndim) for row in moments)
+    most: Floats = (per_token * tokens + once).max(axis=0)
+    return most
+
+
+def _highest(moments: Iterable[tuple[float, float]]) -> Floats:
+    """Leaves out moments beside which another is as high in both."""
+    left: list[tuple[float, float]] = []
+    for own, once in sorted(moments, reverse=True):
+        if not left or once > left[-1][1]:
+            left.append((own, once))
+    return np.array(left).T
 
 
 def with_more(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:

@@ -26,7 +26,7 @@ from megatron_wlb.cost.memory import GIB, Integers
 from megatron_wlb.cost.program import Program
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import SLAB_BYTES
-from megatron_wlb.cost.slices import HOST, KINDS, LAYERS, MLPS, Slice, Unit
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Slice, Unit, UnitTable
 from megatron_wlb.plan import Span, Units
 from megatron_wlb.planning.planner import merged_multiple
 
@@ -79,11 +79,9 @@ class MemoryLimit(NamedTuple):
 
     def peak_bytes(self, units: Units) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""
-        none = np.zeros(len(units.spans), dtype=np.int64)
-        held = self.held(units, units.recomputed or none.tolist())
-        helds = dict.fromkeys(KINDS, held)
-        program = Program(self.model, units.chains, helds, units.window_bytes)
-        again = np.array([unit.recomputed for unit in held], dtype=np.int64)
+        table = UnitTable.of(self.held(units, units.recomputed or [0] * len(units.spans)))
+        program = Program(self.model, units.chains, table, window_bytes=units.window_bytes)
+        again = table.recomputed.astype(np.int64)
         return max(
             self.model.alive_bytes(rank, float(program.peaks(rank, again).max(initial=0.0)))
             for rank in range(self.model.parallelism.pp_size)
@@ -98,11 +96,14 @@ class MemoryLimit(NamedTuple):
         """
         again = np.array(given, dtype=np.int64)
         ranks = range(self.model.parallelism.pp_size)
-        helds = self._helds(units)
-        program = Program(self.model, units.chains, helds)
+        # Megatron cannot recompute MLPs with biases.
+        kinds = [LAYERS] if self.model.shape.linear_bias else [MLPS, LAYERS]
+        kinds += [HOST] if units.window_bytes else []
+        table = UnitTable.of(self.held(units, [0] * len(again)))
+        program = Program(self.model, units.chains, table, kinds)
         left = [self.limit_bytes - self.model.state_bytes(rank).total for rank in ranks]
         hosted = np.zeros(len(again))
-        if HOST in helds:
+        if HOST in kinds:
             peaks = (program.peaks(rank, again).max(initial=0.0) for rank in ranks)
             if HOST not in again and all(
                 peak <= most for peak, most in zip(peaks, left, strict=True)
@@ -130,20 +131,6 @@ class MemoryLimit(NamedTuple):
             return self.recomputed(units._replace(window_bytes=0.0), without, prices_us)
         return [*again.tolist()]
 
-    def learn(self, replicas: Sequence[Units]) -> None:
-        """Works out what all units of a step may take, in less time than of each replica."""
-        self.model.learn(
-            unit for units in replicas for held in self._helds(units).values() for unit in held
-        )
-
-    def _helds(self, units: Units) -> dict[int, list[Unit]]:
-        """The units, by what may be recomputed of them."""
-        # Megatron cannot recompute MLPs with biases.
-        kinds = [0, LAYERS] if self.model.shape.linear_bias else [0, MLPS, LAYERS]
-        kinds += [HOST] if units.window_bytes else []
-        plain = self.held(units, [0] * len(units.spans))
-        return {kind: [Unit(*one[:3], kind, one.divided) for one in plain] for kind in kinds}
-
     def held(self, units: Units, again: Sequence[int]) -> list[Unit]:
         """What memory is counted of, with what is recomputed ``again`` of each."""
         held = []
@@ -170,28 +157,32 @@ def _choose(
 
     Those that wait in the host's memory take ``hosted`` of its ``host_bytes``.
     """
-    (begins, ends), saved = program.passes(rank), program.saved(rank)
-    units = np.arange(len(again))
+    (begins, ends), every = program.passes(rank), program.saved(rank)
+    kinds, now = program.kinds, (again, np.arange(len(again)))
+    saved = every[kinds]
     # What a hosted unit keeps is there while it runs.
-    while_run = saved * (np.array(KINDS) != HOST)[:, None, None]
-    more, own_more = saved - saved[again, units], while_run - while_run[again, units]
-    prices_us = np.maximum(prices_us - prices_us[again, units], LEAST_US)
+    while_run = saved * (np.array(kinds) != HOST)[:, None, None]
+    own = every[now] * (again != HOST)[:, None]
+    more, own_more = saved - every[now], while_run - own
+    prices_us = np.maximum(prices_us[kinds] - prices_us[now], LEAST_US)
     while (over := excess > 0).any():
         count = np.concatenate([[0], np.cumsum(over)])
         # Of a unit's passes the forward is over before, and the backward frees what it takes.
         saves = more * (count[ends + 1] - count[begins])
         saves += (own_more - more) * (over[begins].astype(np.int64) + over[ends])
         gains = saves.sum(axis=2) / prices_us
-        full = hosted > host_bytes - float(hosted[again == HOST].sum())
-        gains[HOST, full | (again > 0)] = 0.0
+        if HOST in kinds:
+            full = hosted > host_bytes - float(hosted[again == HOST].sum())
+            gains[kinds.index(HOST), full | (again > 0)] = 0.0
         kind, best = divmod(int(gains.argmax()), len(again))
         if gains[kind, best] <= 0:
             return
         passes = begins[best], ends[best], more[kind, best], own_more[kind, best]
         for begin, end, num_bytes, own_bytes in zip(*passes, strict=True):
             excess[begin + 1 : end] -= num_bytes
-            excess[[begin, end]] -= own_bytes
+            excess[begin] -= own_bytes
+            excess[end] -= own_bytes
         for table, of in ((more, saved), (own_more, while_run)):
             table[:, best] = of[:, best] - of[kind, best]
         prices_us[:, best] = np.maximum(prices_us[:, best] - prices_us[kind, best], LEAST_US)
-        again[best] = kind
+        again[best] = kinds[kind]

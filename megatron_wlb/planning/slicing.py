@@ -291,7 +291,6 @@ class Slicer:
         """
         if self._memory is None or not (is_tight and self._memory.recomputes):
             return [*replicas]
-        self._memory.learn(replicas)
         together: dict[Span, int] = {}
         chosen = []
         for at in range(0, len(replicas), self._alike):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -36,9 +35,6 @@ Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
 
 _Units: TypeAlias = tuple[tuple[Unit, ...], ...]
 """``[dp_size][micro-batches]``"""
-
-_TOGETHER = 64
-"""Pipelines whose memory is worked out together."""
 
 
 class Simulator:
@@ -280,18 +276,9 @@ def _held(
     units: Sequence[Sequence[Unit]] = (),
     window_bytes: float = 0.0,
 ) -> tuple[StepMemory, ...]:
-    result: list[StepMemory] = []
-    own = units or [()] * len(graphs)
-    for at in range(0, len(graphs), _TOGETHER):
-        some = slice(at, at + _TOGETHER)
-        if units:
-            model.learn(chain.from_iterable(units[some]))
-        else:
-            model.learn(map(Unit, chain.from_iterable(padded[some])))
-        orders = (graph.order for graph in graphs[some])
-        held = partial(step_memory, model, window_bytes=window_bytes)
-        result += map(held, orders, padded[some], own[some])
-    return tuple(result)
+    orders = (graph.order for graph in graphs)
+    held = partial(step_memory, model, window_bytes=window_bytes)
+    return tuple(map(held, orders, padded, units or [()] * len(graphs)))
 
 
 def _replays(

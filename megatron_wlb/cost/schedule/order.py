@@ -130,7 +130,7 @@ def _sliced_columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> lis
         raise ConfigError(f"chains of {list(chains)} micro-batches; give one, of at least 1 each")
     num = sum(chains)
     _check_sizes(pp_size, vpp_size, num)
-    stops = np.cumsum(chains)
+    stops = np.cumsum(chains, dtype=np.int64)
     needed = np.repeat(stops, chains)
     backwards = np.repeat(2 * stops - chains, chains) - 1 - np.arange(num)
     if vpp_size == 1:
@@ -228,7 +228,7 @@ def _order(ranks: Sequence[Columns]) -> Order:
     order = []
     for columns in ranks:
         own = list(zip(*(column.tolist() for column in columns), strict=True))
-        made |= {one: Action("FB"[one[0]], *one[1:]) for one in own if one not in made}
+        made |= {one: Action("B" if one[0] else "F", *one[1:]) for one in own if one not in made}
         order.append([made[one] for one in own])
     return order
 

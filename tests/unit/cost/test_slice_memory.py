@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from _quickstart.recording import chained
 
 from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.schedule.order import Action, columns_of, sliced
-from megatron_wlb.cost.slices import Unit
+from megatron_wlb.cost.slices import Unit, UnitTable
 
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
 KEYS, GRADIENTS = 2 * 2 * 32, 2 * 4 * 32
@@ -104,7 +105,7 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
     actions = sliced(1, (4,))[0]
     before = 0.0
     uses = memory.program_bytes(0, actions, units)
-    in_transit = memory.sent_ahead_bytes(0, columns_of(actions), units)
+    in_transit = memory.sent_ahead_bytes(0, columns_of(actions), UnitTable.of(units))
     for action, use, transit in zip(actions, uses, in_transit, strict=True):
         unit = units[action.micro_batch]
         expected = by_layers(memory, action.kind, unit)
@@ -186,7 +187,7 @@ def test_walk_over_a_long_program_is_fast() -> None:
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute("full", "uniform", 1)])
-def test_what_is_learnt_of_many_units_is_what_each_takes(recompute: Recompute) -> None:
+def test_bytes_of_many_units_are_those_of_each(recompute: Recompute) -> None:
     """To the bit."""
     lengths = [[100 + 7 * at, 20] if at % 5 == 4 else [100 + 7 * at] for at in range(600)]
     prefixes, before = list[list[int]](), 0
@@ -195,9 +196,8 @@ def test_what_is_learnt_of_many_units_is_what_each_takes(recompute: Recompute) -
         before += own[0]
     units = [*chained(lengths, prefixes, (600,)), *(Unit(n) for n in range(1, 300))]
     memory = model(recompute, pp_size=2)
-    memory.learn(units)
-    for rank in range(2):
-        for action in (Action("F", 0, 0), Action("B", 0, 0)):
-            for unit in units[::37]:
-                learnt = memory._uses(rank, [action], [unit], [0.0])
-                assert learnt == model(recompute, pp_size=2)._uses(rank, [action], [unit], [0.0])
+    for kind, tape in product("FB", (own for rank in memory.tapes for own in rank)):
+        every = memory.unit_bytes(tape, kind, UnitTable.of(units))
+        for at in range(0, len(units), 37):
+            alone = memory.unit_bytes(tape, kind, UnitTable.of(units[at : at + 1]))
+            assert (every[at] == alone[0]).all()

@@ -11,7 +11,7 @@ from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.execution import Execution, Kernels
 from megatron_wlb.cost.memory import num_communicators, overhead_gib
 from megatron_wlb.cost.schedule.order import Action
-from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.cost.slices import Slice, Unit, UnitTable
 from megatron_wlb.cost.tape import Operation
 from megatron_wlb.cost.workspace import WORKSPACES
 
@@ -99,7 +99,7 @@ def test_slice_s_kernel_works_on_the_keys_before_it_too() -> None:
         shape = dataclasses.replace(LLAMA_70B, num_layers=2)
         memory = MemoryModel(shape, Execution(TP8, attention_kernel=kernel))
         unit = Unit(1000, Slice(0, start, start + 1000, start + 1000))
-        (use,) = memory._uses(0, [Action("B", 0, 0)], [unit], [0.0])
+        (use,) = memory._uses(0, [Action("B", 0, 0)], UnitTable.of([unit]), [0.0])
         return use.peak
 
     start = 100_000  # so many that the peak is in attention

@@ -13,7 +13,7 @@ from helpers.machines import H100
 from megatron_wlb.cost import Execution, Hardware, Parallelism, Recompute
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
-from megatron_wlb.cost.slices import HOST, LAYERS, Unit
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Unit, UnitTable
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
@@ -136,7 +136,9 @@ def test_hosts_memory_suffices_on_every_rank(host_gib: float) -> None:
         for units in Simulator(run.costs, run.parallelism, memory=run.memory)._sliced(plan)[1]:
             given = [unit for unit in units if unit.recomputed == HOST]
             for tapes in run.memory.tapes:
-                kept = sum(run.memory.hosted_bytes(tape, given).sum() for tape in tapes)
+                kept = sum(
+                    run.memory.hosted_bytes(tape, UnitTable.of(given)).sum() for tape in tapes
+                )
                 most = max(most, float(kept) / GIB)
     assert 0 < most <= host_gib
 
@@ -146,6 +148,7 @@ class OneRank:
 
     def __init__(self, saved: npt.NDArray[np.float64]) -> None:
         self._saved = saved  # [kinds, units]
+        self.kinds = [MLPS, LAYERS, HOST]
 
     def passes(self, rank: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         forwards = np.arange(self._saved.shape[1])[:, None]
@@ -255,6 +258,8 @@ def test_hosted_bytes_are_what_a_pass_keeps_but_what_it_received() -> None:
     run = run_with(0.0)
     (tape, *_), *_ = run.memory.tapes
     last = run.memory.tapes[-1][-1]
-    (first, end) = (run.memory.hosted_bytes(of, [Unit(1000)])[0] for of in (tape, last))
+    (first, end) = (
+        run.memory.hosted_bytes(of, UnitTable.of([Unit(1000)]))[0] for of in (tape, last)
+    )
     assert 0.9 * 1000 * tape.saved_per_token < first <= 1000 * tape.saved_per_token
     assert end == pytest.approx(1000 * (last.saved_per_token - last.operations[0].saved), rel=1e-3)

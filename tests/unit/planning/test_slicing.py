@@ -416,8 +416,8 @@ def test_memory_of_units_is_that_of_their_padded_lengths() -> None:
                    [(), ()], [2])  # fmt: skip
     padded = Units([[Span(round_, 0, 1024)], [Span(round_, 1024, 2560)]], [(), ()], [2])
     wider = limit._replace(multiple=512)
-    assert limit.peak_bytes(ragged, run.parallelism) < wider.peak_bytes(ragged, run.parallelism)
-    whole = [limit._replace(multiple=m).peak_bytes(padded, run.parallelism) for m in (8, 512)]
+    assert limit.peak_bytes(ragged) < wider.peak_bytes(ragged)
+    whole = [limit._replace(multiple=m).peak_bytes(padded) for m in (8, 512)]
     assert whole[0] == whole[1]
 
 
