@@ -117,7 +117,6 @@ def measure_share(
         config = _config(shape, window, device, kernel)
         torch.manual_seed(seed)
         with _built(config, shape.vocab_size) as built:
-            fused = config.model.transformer_impl == "transformer_engine"
             rows = []
             for own in micro_batches:
                 run = Run(
@@ -125,7 +124,7 @@ def measure_share(
                     Execution(
                         bf16=config.training.bf16,
                         distributed_optimizer=False,
-                        kernels="fused" if fused else "torch",
+                        kernels="fused" if device == "cuda" else "torch",
                         attention_kernel=kernel,
                     ),
                     measured,

@@ -4,8 +4,7 @@ Each document fills one window, and both runs get the same windows in the same o
 compute the same: losses, the gradients' norm and auxiliary losses of each step.
 
 Megatron's samples overlap by a token, which is the last label. Here the last token of a sample ends
-its document, so ``--eod-mask-loss`` leaves that label out, as we do. Corpora are two, because each
-side shuffles documents in its own way: they stand where a side's shuffling finds the next one.
+its document, so ``--eod-mask-loss`` leaves that label out, as we do.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.layouts import further
+from helpers.whole_windows import two_corpora
 from megatron_lm_runs import (
     BOTH,
     LLAMA,
@@ -33,15 +32,12 @@ from megatron_lm_runs import (
     run_without_launcher,
 )
 
-from megatron_wlb.data.corpus import megatron_indexed_dataset
-from megatron_wlb.data.documents import DocumentStream
-
 pytestmark = needs_megatron_lm
 
 SEED, END = 1234, 255
 BY_STEPS = knows("step_batch_size_schedule")
 """From 0.18 on; there the end of a document is counted in the vocabulary."""
-BATCH, NUM_DOCUMENTS = 4, 16
+BATCH = 4
 ROUNDING = 2e-6
 """Relative, of losses: fp32 sums in another order, and seven digits in the log."""
 SHOWN = 6e-4
@@ -106,27 +102,8 @@ FIGURES = {
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same documents, for Megatron alone and for us."""
-    folder, random = tmp_path_factory.mktemp("corpora"), np.random.RandomState(SEED)
-    window = SMALL["seq_length"]
-    texts = np.random.RandomState(7).randint(0, END, (NUM_DOCUMENTS, window))
-    texts[:, -1] = END
-    documents, samples = np.arange(NUM_DOCUMENTS), np.arange(NUM_DOCUMENTS - 1)
-    random.shuffle(documents)
-    random.shuffle(samples)
-    stream = DocumentStream(
-        [np.full(NUM_DOCUMENTS, window)], window=window, step_tokens=texts.size, seed=SEED
-    )
-    places = {
-        "alone": [*documents[samples], documents[-1]],
-        "ours": [document.number for document in stream.next_step()],
-    }
-    for name, order in places.items():
-        assert sorted(order) == list(range(NUM_DOCUMENTS))
-        builder = megatron_indexed_dataset().IndexedDatasetBuilder(f"{folder / name}.bin")
-        for turn in np.argsort(order):
-            builder.add_document(texts[turn], [window])
-        builder.finalize(f"{folder / name}.idx")
-    return {name: folder / name for name in places}
+    folder = tmp_path_factory.mktemp("corpora")
+    return two_corpora(folder, SMALL["seq_length"], seed=SEED, end=END)
 
 
 def figures(finished: Finished, flags: Flags) -> dict[str, list[float]]:

@@ -1,0 +1,64 @@
+"""On one GPU ``pretrain_gpt.py`` is its own oracle: with the launcher and without it.
+
+Each document fills a window, so that both compute the same. Megatron alone runs its own unfused
+attention, which shares nothing with the kernels here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.whole_windows import two_corpora
+
+ROOT = Path(__file__).parents[2]
+MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
+WINDOW, SEED, END = 1024, 1234, 1023
+FLAGS = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --group-query-attention "
+    f"--num-query-groups 2 --seq-length {WINDOW} --max-position-embeddings {WINDOW} "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --init-method-std 0.1 "
+    "--lr 1e-2 --lr-decay-style constant "
+    "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
+    f"--tokenizer-type NullTokenizer --vocab-size {END} --split 1 --seed {SEED} --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 0 --transformer-impl local --num-workers 0 "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-rope-fusion"
+)
+ALONE = "--eod-mask-loss --data-cache-path cache"
+SLICES = "--wlb-packing slim --wlb-units 12"
+
+
+def losses(folder: Path, prefix: Path, *flags: str) -> list[float]:
+    """What Megatron's log says of each step, of a run with the launcher if ``flags`` ask for it."""
+    program = ["-m", "megatron_wlb.launch"] if "--wlb-packing" in " ".join(flags) else []
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "1", *program, f"{MEGATRON_LM}/pretrain_gpt.py"]
+    command += [*FLAGS.split(), "--data-path", str(prefix), *" ".join(flags).split()]
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(word) for word in re.findall(r"\| lm loss: +(\S+)", done.stdout)]
+
+
+@pytest.mark.parametrize("packing", ["--wlb-packing hold", SLICES])
+@pytest.mark.parametrize(("dtype", "off"), [("", 5e-5), ("--bf16", 4e-3)])
+def test_gpu_trains_what_megatron_alone_does(
+    tmp_path: Path, dtype: str, off: float, packing: str
+) -> None:
+    if MEGATRON_LM is None:
+        pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
+    corpora = two_corpora(tmp_path, WINDOW, seed=SEED, end=END)
+    alone = losses(tmp_path, corpora["alone"], dtype, ALONE)
+    ours = losses(tmp_path, corpora["ours"], dtype, packing)
+    assert len(alone) == 3 and ours == pytest.approx(alone, rel=off)
+    # Negative control: another step has another loss.
+    assert ours[:-1] != pytest.approx(alone[1:], rel=off)
