@@ -72,7 +72,7 @@ class UnitTable(NamedTuple):
     recomputed: Floats
     divided: Floats
     start: Floats
-    """Of its slice, as the next ones; all 0 where there is none."""
+    """Where its slice starts; this and what follows are 0 where there is none."""
     stop: Floats
     length: Floats
 

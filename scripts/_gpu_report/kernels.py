@@ -32,11 +32,12 @@ def measure(results: Results) -> None:
     for shape, of in heads(results).items():
         wanted = demand(results, of)
         for name, candidate in CANDIDATES.items():
-            made = candidate.make(wanted)
+            key, made = f"{name}, {shape}", candidate.make(wanted)
             if isinstance(made, str):
-                results.put(f"{name}, {shape}", {"obstacle": made})
+                results.put(key, {"obstacle": made})
                 continue
-            key = f"{name}, {shape}"
+            if "obstacle" in results.figures.get(key, {}):
+                del results.figures[key]  # of a start before its package was there
             results.once(key, lambda k=made, w=wanted: tried(lambda: {"errors": errors(k, w)}))
             scale, number, repeats = (TINY, 1, 1) if results.tiny else (1, NUM_WINDOWS, REPEATS)
             for window in WINDOWS:

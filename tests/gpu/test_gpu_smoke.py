@@ -75,7 +75,8 @@ def train(
         str(folder / "weights"),
     ]
     command += ["--data-path", str(corpus), "--train-iters", str(NUM_STEPS), "--lr", "0.003"]
-    command += ["--global-batch-size", "4", "--seq-length", "512", "--hidden-size", "64", *flags]
+    command += ["--global-batch-size", "4", "--seq-length", "512", "--hidden-size", "64"]
+    command += ["--wlb-packing", "hold", *flags]
     # Megatron may be on the path instead of installed.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # NVIDIA's containers round matrix products to TF32, which the emulation does not.

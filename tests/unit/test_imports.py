@@ -38,8 +38,8 @@ INSIDE = {
     "plan": ("sharding", "strategy", "targets"),
     "planning": ("packing", "planner", ..., "ledger"),
     "runtime": (
-        "compat", "emulation", "ranks", "gpt", "stepping", "saving", "rank_main", "measuring",
-        "strategy", "trainer", "megatron_lm", "profiling",
+        "compat", "emulation", "device_clock", "ranks", "gpt", "stepping", "saving", "rank_main",
+        "measuring", "strategy", "trainer", "megatron_lm", "profiling",
     ),
 }  # fmt: skip
 """The order inside a folder. The dots are all that it does not name."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Sharding, length_multiple
+from megatron_wlb.runtime.device_clock import begun, moment, seconds
 from megatron_wlb.runtime.gpt.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
@@ -40,6 +40,8 @@ NUM_REPEATS = 5
 """The most runs of a length."""
 NUM_TURNS = 3
 """Measurements until times grow with the length: a machine that others share may disturb some."""
+LAYER_MS = 4.0
+"""A GPU waits for so long while the host queues up a layer's kernels, a hundred in both passes."""
 
 
 def lengths_to_measure(window: int, multiple: int) -> list[int]:
@@ -223,7 +225,7 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         depths = 1 + len(layers_of(gpt)) - len(gpt.decoder.layers)
         rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
         ahead = Ahead(*rows, num_tokens) if depths > 1 else None
-        start = _begun(device, len(layers_of(gpt)))
+        start = begun(device, LAYER_MS * len(layers_of(gpt)))
         output = chunk(
             input_ids=tokens,
             position_ids=position_ids,
@@ -232,10 +234,10 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
             loss_mask=ahead.weights[0] if ahead else None,
             packed_seq_params=replace(params, ahead=ahead),
         )
-        middle = _moment(device)
+        middle = moment(device)
         output.float().sum().backward()
-        end = _moment(device)
-        forward, backward = forward + _seconds(start, middle), backward + _seconds(middle, end)
+        end = moment(device)
+        forward, backward = forward + seconds(start, middle), backward + seconds(middle, end)
     return forward, backward
 
 
@@ -268,38 +270,11 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
                 (num_keys, groups, core.value_dim),
             )
         )
-        start = _begun(device, 1)
+        start = begun(device, LAYER_MS)
         output = core.options.kernel(query, key, value, segments, core.softmax_scale)
-        middle = _moment(device)
+        middle = moment(device)
         output.backward(torch.ones_like(output))
-        end = _moment(device)
-        forward += len(kind) * _seconds(start, middle)
-        backward += len(kind) * _seconds(middle, end)
+        end = moment(device)
+        forward += len(kind) * seconds(start, middle)
+        backward += len(kind) * seconds(middle, end)
     return forward, backward
-
-
-CYCLES_A_LAYER = 2_000_000
-"""A GPU waits for so many, about 1 ms, while the host queues up a layer's kernels. In training the
-host is ahead, too; without it times would be those of the host."""
-
-
-def _begun(device: torch.device, num_layers: int) -> Any:
-    """A moment at which the device is idle, and from which on it runs what is queued up next."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(num_layers * CYCLES_A_LAYER)  # type: ignore[no-untyped-call]
-    return _moment(device)
-
-
-def _moment(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return torch.cuda.current_stream(device).record_event(event)
-
-
-def _seconds(start: Any, stop: Any) -> float:
-    if isinstance(start, float):
-        return float(stop - start)
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3

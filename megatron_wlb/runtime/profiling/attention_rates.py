@@ -24,6 +24,7 @@ from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import shard_arrays
 from megatron_wlb.plan.sharding.select import PER_DOCUMENT, PER_SEQUENCE
+from megatron_wlb.runtime.device_clock import DeviceClock, moment, seconds
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
 from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
@@ -59,8 +60,6 @@ MAX_CHUNKS = 64
 KEY_BYTES = 2**32
 """Most bytes of the gradients of a call's keys, and of its values, as flash-attention 2 holds them:
 for every query head, before it adds up those of a key/value head."""
-QUEUED_CYCLES = 2_000_000
-"""A GPU waits for so many, about 1 ms, while the host queues up a call: else it would be timed."""
 
 
 class Clock:
@@ -69,28 +68,22 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda = DeviceClock(device) if device.type == "cuda" else None
+        self._device = device
         one_thread = torch.get_num_threads() == 1
         self._now_s = time.process_time if one_thread else time.perf_counter
         self.name = "GPU events" if self._cuda else "processor time" if one_thread else "time"
 
     def now(self) -> Any:
         """A moment, for :meth:`between_us`."""
-        if not self._cuda:
-            return self._now_s()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return moment(self._device) if self._cuda else self._now_s()
 
     def between_us(self, start: Any, stop: Any) -> float:
-        if not self._cuda:
-            return float(stop - start) * 1e6
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e3
+        return seconds(start, stop) * 1e6
 
     def __call__(self, run: Callable[[], object]) -> float:
-        if self._cuda:  # With nothing queued before it, a short call would measure its launch.
-            torch.cuda._sleep(QUEUED_CYCLES)  # type: ignore[no-untyped-call]
+        if self._cuda:
+            return self._cuda(run) * 1e6
         start = self.now()
         run()
         return self.between_us(start, self.now())
@@ -121,8 +114,8 @@ class AttentionTimer:
 
         self._kernel, self._scale = kernel, demand.head_dim**-0.5
         self._device = demand.device
-        self._clock = Clock(demand.device)
-        self.clock = self._clock.name
+        self._clocks = Clock(demand.device), Clock(demand.device)
+        self.clock = self._clocks[0].name
         """What its times are."""
         self._query, self._grad = (draw(query_tokens, demand.num_heads) for _ in range(2))
         self._key, self._value = (draw(key_tokens, demand.num_groups) for _ in range(2))
@@ -146,9 +139,9 @@ class AttentionTimer:
 
         grad = self._grad[:num_queries]
         _read(query, key, value)
-        forward_us = self._clock(forward)
+        forward_us = self._clocks[0](forward)
         _read(key, value, grad)
-        backward_us = self._clock(
+        backward_us = self._clocks[1](
             lambda: torch.autograd.grad(outputs.pop(), (query, key, value), grad)
         )
         return forward_us, backward_us

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.device_clock import DeviceClock
 from megatron_wlb.runtime.gpt.attention.kernels import (
     flash,
     sdpa,
@@ -136,6 +136,8 @@ TIMED_PROBLEM = (
 )
 """The lengths that it is timed with: whole documents, the later half of one of 8192 tokens, and a
 short late slice."""
+NUM_WARM_UPS, NUM_TIMED = 3, 15
+"""Passes: packages compile and choose in the first ones."""
 TIE = 0.03
 """By how much a faster kernel must be faster than one before it in :data:`CANDIDATES`."""
 
@@ -452,25 +454,19 @@ def _timed(kernel: VarlenKernel, demand: Demand) -> Verdict:
 def time_ms(
     kernel: VarlenKernel, demand: Demand, lengths: Sequence[Sequence[int]] = TIMED_PROBLEM
 ) -> float:
-    """Times one forward and backward pass, in ms: the least of several means.
+    """Times one forward and backward pass, in ms: the least of several.
 
-    Takes some tens of passes, a tenth of a second on a GPU for 32 heads of 128, and as much memory
-    as attention in one layer; that is given back.
+    On a GPU it is the GPU's time: for few heads some packages take the host longer, which is ahead
+    in training. Takes some tens of passes, a tenth of a second on a GPU for 32 heads of 128, and as
+    much memory as attention in one layer; that is given back.
     """
     lengths_q, lengths_k = lengths
     problem = Problem.of(demand, lengths_q, lengths_k, demand.reach_tokens)
-    on_gpu = demand.device.type == "cuda"
-    means_s = []
-    for num_passes in (3, 5, 5, 5):  # the first to warm up: packages compile and choose
-        if on_gpu:
-            torch.cuda.synchronize(demand.device)
-        start_s = time.perf_counter()
-        for _ in range(num_passes):
-            problem.solve(kernel, demand.dtype)
-        if on_gpu:
-            torch.cuda.synchronize(demand.device)
-        means_s.append((time.perf_counter() - start_s) / num_passes)
-    del problem
-    if on_gpu:
+    solve, clock = partial(problem.solve, kernel, demand.dtype), DeviceClock(demand.device)
+    for _ in range(NUM_WARM_UPS):
+        clock(solve)
+    least_s = min(clock(solve) for _ in range(NUM_TIMED))
+    del problem, solve
+    if demand.device.type == "cuda":
         torch.cuda.empty_cache()
-    return min(means_s[1:]) * 1e3
+    return least_s * 1e3
