@@ -7,7 +7,8 @@
 
 Each part runs in a process of its own with a limit of its own. Its result is OUT/PART.json, written
 as it grows, and its output OUT/PART.log. A part that is done is not done again; one that was cut
-off goes on where it was. The page is made of the results at the end of each start.
+off goes on where it was. The page is made of the results at the end of each start. What you write
+into OUT/notes.md is on it, too.
 
 Exit status: 1 if something was computed wrong; 0 also where a part failed or was cut off, which the
 page says.
@@ -51,7 +52,7 @@ def main() -> int:
     is_tiny = options.tiny or any(one["tiny"] for one in found.values())
     has_news = found or options.page
     docs = options.docs or (ROOT / "docs" if has_news and not is_tiny else out)
-    print(f"page: {page.make(found, docs)}")
+    print(f"page: {page.make(found, docs, out)}")
     wrong = [f"{name}: {line}" for name, one in found.items()
              for line in PARTS[name].wrong(one["figures"])]  # fmt: skip
     for line in wrong:

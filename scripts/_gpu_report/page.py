@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from _gpu_report import results
 from _gpu_report.drawing import TINY, Pictures, table
 from _gpu_report.parts import PARTS
 from megatron_wlb.files import write_text
+from megatron_wlb.reading import read_text
 
-PAGE = "gpu.md"
-NOTHING = (
-    "**There are no measured figures yet.** Nothing of this project has run on a GPU so far: all "
-    "is written, and tested as far as a CPU allows. One command makes the figures, and this page."
-)
+PAGE, NOTES = "gpu.md", "notes.md"
+NOTHING = "**There are no measured figures yet.** One command makes the figures, and this page."
 TINY_WARNING = (
     f"**This is the {TINY}.** It shows that the command works. Sizes are hundreds of times smaller "
     "and the kernels are others."
@@ -35,15 +33,20 @@ def found_in(out: Path) -> dict[str, dict[str, Any]]:
     return {name: one for name, one in read.items() if one is not None}
 
 
-def make(found: Mapping[str, Mapping[str, Any]], docs: Path) -> Path:
-    """Writes the page and its pictures below ``docs``; the page's path."""
+def make(found: Mapping[str, Mapping[str, Any]], docs: Path, out: Path) -> Path:
+    """Writes the page and its pictures below ``docs``; the page's path.
+
+    What stands in ``notes.md`` of the results is on it too.
+    """
     docs.mkdir(parents=True, exist_ok=True)
-    path = docs / PAGE
-    write_text(path, "\n".join(map(wrapped, _lines(found, docs / "images"))) + "\n")
+    path, notes = docs / PAGE, out / NOTES
+    said = read_text(notes).splitlines() if notes.exists() else []
+    lines = map(wrapped, _lines(found, docs / "images", said))
+    write_text(path, "\n".join(lines) + "\n")
     return path
 
 
-def _lines(found: Mapping[str, Mapping[str, Any]], images: Path) -> list[str]:
+def _lines(found: Mapping[str, Mapping[str, Any]], images: Path, notes: Sequence[str]) -> list[str]:
     tiny = any(one["tiny"] for one in found.values())
     text = ["# What one GPU says", ""]
     if tiny:
@@ -56,6 +59,8 @@ def _lines(found: Mapping[str, Mapping[str, Any]], images: Path) -> list[str]:
         text += [NOTHING, ""]
     if found:
         text += _summary(found)
+    if notes:
+        text += ["## Beside the report", "", *notes, ""]
     text += _how()
     for name, one in found.items():
         part = PARTS[name]

@@ -133,11 +133,18 @@ def test_full_report_without_a_gpu_is_refused(tmp_path: Path) -> None:
 
 
 def test_page_in_the_docs_is_the_one_that_the_command_makes(tmp_path: Path) -> None:
-    """Until there are figures of a GPU, it says so."""
-    page = (PROJECT / "docs" / "gpu.md").read_text()
-    if "Measured on: " in page:
-        pytest.skip("it has figures of a GPU")
-    assert "**There are no measured figures yet.**" in page
+    """Of the results beside it, with their notes."""
+    recorded = PROJECT / "docs" / "gpu-h100"
+    done = report("--page", "--out", str(recorded), "--docs", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "gpu.md").read_text()
+    assert page == (PROJECT / "docs" / "gpu.md").read_text()
+    assert "Measured on: NVIDIA H100" in page and "## Beside the report" in page
+    for picture in (tmp_path / "images").iterdir():
+        assert (PROJECT / "docs" / "images" / picture.name).exists()
+
+
+def test_page_without_results_says_so(tmp_path: Path) -> None:
     done = report("--page", "--out", str(tmp_path), "--docs", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "gpu.md").read_text() == page
+    assert "**There are no measured figures yet.**" in (tmp_path / "gpu.md").read_text()
