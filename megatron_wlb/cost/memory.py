@@ -11,7 +11,7 @@ tensor (CUDA context, libraries, communication buffers) is in :func:`overhead_gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, product
@@ -79,6 +79,8 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
 
 
 Integers: TypeAlias = npt.NDArray[np.int64]
+BytesOfUnits: TypeAlias = Mapping[tuple[str, int], Floats]
+"""By pass and the id of a chunk's tape, :meth:`MemoryModel.unit_bytes`."""
 
 
 def around(rows: Floats, in_transit: Floats) -> tuple[Floats, Floats]:
@@ -270,7 +272,7 @@ class MemoryModel(Executed):
         all micro-batches are as long.
         """
         saved = [tape.saved_per_token for tape in self.tapes[pp_rank]]
-        in_transit = self._in_transit_bytes(pp_rank, actions, [1] * len(actions))
+        in_transit = self.in_transit_bytes(pp_rank, actions, [1] * len(actions))
         kept, most = 0.0, dict[tuple[str, int], float]()
         for action, transit_bytes in zip(actions, in_transit, strict=True):
             kept -= saved[action.chunk] if action.kind == "B" else 0.0
@@ -372,8 +374,8 @@ class MemoryModel(Executed):
 
         ``lengths`` are the padded tokens of the rank's micro-batches.
         """
-        in_transit = self._in_transit_bytes(pp_rank, actions, lengths)
-        return self._uses(pp_rank, actions, UnitTable.of(map(Unit, lengths)), in_transit)
+        known = self.bytes_of_units(UnitTable.of(map(Unit, lengths)))
+        return self.uses(pp_rank, actions, known, self.in_transit_bytes(pp_rank, actions, lengths))
 
     def program_bytes(
         self,
@@ -388,32 +390,37 @@ class MemoryModel(Executed):
         ``window_bytes`` are those of each window of hosted ones.
         """
         table = UnitTable.of(units)
-        beside = self.sent_ahead_bytes(pp_rank, columns_of(actions), table)
-        hosted = table.recomputed == HOST
-        if hosted.any():
-            amounts = [self.hosted_bytes(tape, table) for tape in self.tapes[pp_rank]]
-            beside += held_amounts(actions, hosted.tolist(), np.array(amounts), window_bytes)
-        return self._uses(pp_rank, actions, table, beside.tolist())
+        beside = self.beside_program_bytes(pp_rank, actions, table, window_bytes)
+        return self.uses(pp_rank, actions, self.bytes_of_units(table), beside)
 
     def alive_bytes(self, pp_rank: int, activations: float) -> float:
         """The most bytes alive in a step whose activations take so many, its update included."""
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
 
-    def _uses(
-        self,
-        pp_rank: int,
-        actions: Sequence[Action],
-        units: UnitTable,
-        beside: Sequence[float],
+    def uses(
+        self, pp_rank: int, actions: Sequence[Action], known: BytesOfUnits, beside: npt.ArrayLike
     ) -> list[ActivationBytes]:
-        tapes = self.tapes[pp_rank]
-        tables = {
-            (kind, id(tape)): self.unit_bytes(tape, kind, units)
-            for kind, tape in product("FB", {id(tape): tape for tape in tapes}.values())
-        }
-        table = np.array([[tables[kind, id(tape)] for tape in tapes] for kind in "FB"])
-        peaks, kept = around(table[columns_of(actions)], np.array(beside))
+        """What activations take around each of a rank's actions, with what is ``beside`` them."""
+        table = np.array([[known[kind, id(tape)] for tape in self.tapes[pp_rank]] for kind in "FB"])
+        peaks, kept = around(table[columns_of(actions)], np.asarray(beside))
         return list(map(ActivationBytes, peaks.tolist(), kept.tolist()))
+
+    def bytes_of_units(self, units: UnitTable) -> BytesOfUnits:
+        """:meth:`unit_bytes` in each kind of chunk and pass."""
+        tapes = {id(tape): tape for own in self.tapes for tape in own}
+        both = product("FB", tapes.items())
+        return {(kind, at): self.unit_bytes(tape, kind, units) for kind, (at, tape) in both}
+
+    def beside_program_bytes(
+        self, pp_rank: int, actions: Sequence[Action], units: UnitTable, window_bytes: float
+    ) -> Floats:
+        """What is on the way to other ranks or the host while each action runs, ``[actions]``."""
+        beside = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
+        hosted = units.recomputed == HOST
+        if hosted.any():
+            amounts = [self.hosted_bytes(tape, units) for tape in self.tapes[pp_rank]]
+            beside += held_amounts(actions, hosted.tolist(), np.array(amounts), window_bytes)
+        return beside
 
     def unit_bytes(self, tape: Tape, kind: str, units: UnitTable) -> Floats:
         """What forwards ("F") or backwards of units let go of, their own peaks and what they keep,
@@ -466,7 +473,7 @@ class MemoryModel(Executed):
         result[1:] += goes[:-1]
         return result
 
-    def _in_transit_bytes(
+    def in_transit_bytes(
         self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]
     ) -> list[float]:
         """Bytes on the way while each action runs; only the interleaved schedule has any.

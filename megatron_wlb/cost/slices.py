@@ -85,6 +85,10 @@ class UnitTable(NamedTuple):
         ]
         return cls(*np.array(rows, dtype=np.float64).reshape(-1, 7).T)
 
+    @classmethod
+    def joined(cls, tables: Iterable[UnitTable]) -> UnitTable:
+        return cls(*map(np.concatenate, zip(*tables, strict=True)))
+
     def some(self, at: Any) -> UnitTable:
         return UnitTable(*(column[at] for column in self))
 

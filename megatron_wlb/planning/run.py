@@ -508,10 +508,10 @@ class Run(Executed, _Batch):
         """
         if self.measured is not None:
             return prediction.forward_imbalance
-        reach, share = self.shape.reach_tokens, self.shape.windowed_share
+        reach = self.shape.reach_tokens
         pairs: float = sum([n * n for n in lengths])
-        if share:
-            pairs -= share * sum([unseen(n, reach) for n in lengths])
+        if reach is not None:
+            pairs -= self.shape.windowed_share * sum([unseen(n, reach) for n in lengths])
         even_us = self._attention_us * pairs * (1 + BACKWARD_ATTENTION)
         return prediction.latency_us / even_us if even_us else 1.0
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_wlb.cost.memory import GIB, ActivationBytes, MemoryModel, StateBytes
+from megatron_wlb.cost.memory import GIB, ActivationBytes, BytesOfUnits, MemoryModel, StateBytes
 from megatron_wlb.cost.schedule.order import Action
-from megatron_wlb.cost.slices import Unit
+from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.errors import PlanError
 
 
@@ -85,24 +85,30 @@ class StepMemory:
 def step_memory(
     model: MemoryModel,
     order: Sequence[Sequence[Action]],
-    lengths: Sequence[int],
-    units: Sequence[Unit] = (),
-    window_bytes: float = 0.0,
+    units: UnitTable,
+    known: BytesOfUnits,
+    window_bytes: float | None = None,
 ) -> StepMemory:
-    """What each pipeline rank holds; ``lengths`` are padded tokens of its micro-batches.
+    """What each pipeline rank holds in a step of ``units``, of which ``known`` are the bytes.
 
-    ``units`` are the same micro-batches where ``order`` is one of slices, ``window_bytes`` those of
-    each window of hosted ones.
+    ``window_bytes`` are those of each window of hosted ones; None where ``order`` is no program of
+    slices.
     """
+    lengths = units.num_tokens.tolist()
     return StepMemory(
         tuple(
             RankMemory(
                 model.state_bytes(rank),
                 tuple(actions),
                 tuple(
-                    model.program_bytes(rank, actions, units, window_bytes)
-                    if units
-                    else model.activation_bytes(rank, actions, lengths)
+                    model.uses(
+                        rank,
+                        actions,
+                        known,
+                        model.in_transit_bytes(rank, actions, lengths)
+                        if window_bytes is None
+                        else model.beside_program_bytes(rank, actions, units, window_bytes),
+                    )
                 ),
                 model.update_bytes(rank),
             )

@@ -7,8 +7,7 @@ gradients comes first. Everything here is *simulated*. Times are in µs and star
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
 from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import Unit
+from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
@@ -35,6 +34,9 @@ Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
 
 _Units: TypeAlias = tuple[tuple[Unit, ...], ...]
 """``[dp_size][micro-batches]``"""
+
+_TOGETHER = 64
+"""Pipelines whose units' bytes are worked out together."""
 
 
 class Simulator:
@@ -276,9 +278,18 @@ def _held(
     units: Sequence[Sequence[Unit]] = (),
     window_bytes: float = 0.0,
 ) -> tuple[StepMemory, ...]:
-    orders = (graph.order for graph in graphs)
-    held = partial(step_memory, model, window_bytes=window_bytes)
-    return tuple(map(held, orders, padded, units or [()] * len(graphs)))
+    result: list[StepMemory] = []
+    rows: Sequence[Iterable[Unit]] = units or [[*map(Unit, lengths)] for lengths in padded]
+    for at in range(0, len(rows), _TOGETHER):
+        tables = [*map(UnitTable.of, rows[at : at + _TOGETHER])]
+        known = model.bytes_of_units(UnitTable.joined(tables))
+        stop = 0
+        for graph, table in zip(graphs[at:], tables, strict=False):
+            start, stop = stop, stop + len(table.num_tokens)
+            own = {which: found[start:stop] for which, found in known.items()}
+            window = window_bytes if units else None
+            result.append(step_memory(model, graph.order, table, own, window))
+    return tuple(result)
 
 
 def _replays(
