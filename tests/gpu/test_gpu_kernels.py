@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     VarlenKernel,
     choose_kernel,
 )
+from megatron_wlb.runtime.gpt.attention.kernels.choose import time_ms
 
 # Deterministic matrix products need it, and cuBLAS reads it at its first call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -209,6 +212,18 @@ def test_deterministic_kernel_gives_the_same_bits(name: str) -> None:
         torch.use_deterministic_algorithms(False)
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_a_kernel_is_timed_by_the_gpu_not_by_its_host() -> None:
+    wanted = demand(2, 128)
+    kernel = choose_kernel("auto", wanted).kernel
+
+    def late(*given: Any) -> torch.Tensor:
+        time.sleep(0.01)
+        return kernel(*given)
+
+    fast_ms = time_ms(kernel, wanted)
+    assert fast_ms < 5 and time_ms(late, wanted) == pytest.approx(fast_ms, rel=0.3)
 
 
 def test_transformer_engine_layers_train_as_local_ones(tmp_path: Path) -> None:
