@@ -79,6 +79,7 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
 
 
 Integers: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 BytesOfUnits: TypeAlias = Mapping[tuple[str, int], Floats]
 """By pass and the id of a chunk's tape, :meth:`MemoryModel.unit_bytes`."""
 
@@ -272,7 +273,7 @@ class MemoryModel(Executed):
         all micro-batches are as long.
         """
         saved = [tape.saved_per_token for tape in self.tapes[pp_rank]]
-        in_transit = self.in_transit_bytes(pp_rank, actions, [1] * len(actions))
+        in_transit = self._in_transit_bytes(pp_rank, actions, [1] * len(actions))
         kept, most = 0.0, dict[tuple[str, int], float]()
         for action, transit_bytes in zip(actions, in_transit, strict=True):
             kept -= saved[action.chunk] if action.kind == "B" else 0.0
@@ -368,42 +369,53 @@ class MemoryModel(Executed):
         return max(peaks, default=0.0)
 
     def activation_bytes(
-        self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]
+        self,
+        pp_rank: int,
+        actions: Sequence[Action],
+        lengths: Sequence[int],
+        known: BytesOfUnits | None = None,
     ) -> list[ActivationBytes]:
         """What activations take while each of a rank's actions runs, and after it.
 
-        ``lengths`` are the padded tokens of the rank's micro-batches.
+        ``lengths`` are the padded tokens of the rank's micro-batches, ``known`` what
+        :meth:`bytes_of_units` says of them.
         """
-        known = self.bytes_of_units(UnitTable.of(map(Unit, lengths)))
-        return self.uses(pp_rank, actions, known, self.in_transit_bytes(pp_rank, actions, lengths))
+        if known is None:
+            known = self.bytes_of_units(UnitTable.of(map(Unit, lengths)))
+        beside = self._in_transit_bytes(pp_rank, actions, lengths)
+        return self._uses(pp_rank, actions, known, np.array(beside))
 
     def program_bytes(
         self,
         pp_rank: int,
         actions: Sequence[Action],
-        units: Sequence[Unit],
+        units: UnitTable,
         window_bytes: float = 0.0,
+        known: BytesOfUnits | None = None,
     ) -> list[ActivationBytes]:
         """What :meth:`activation_bytes` says, for micro-batches that may run slices of documents.
 
         ``actions`` are the rank's in :func:`megatron_wlb.cost.schedule.order.sliced`.
         ``window_bytes`` are those of each window of hosted ones.
         """
-        table = UnitTable.of(units)
-        beside = self.beside_program_bytes(pp_rank, actions, table, window_bytes)
-        return self.uses(pp_rank, actions, self.bytes_of_units(table), beside)
+        beside = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
+        if (hosted := units.recomputed == HOST).any():
+            beside += self.windows_hold(pp_rank, actions, units, hosted, window_bytes)
+        return self._uses(pp_rank, actions, known or self.bytes_of_units(units), beside)
 
     def alive_bytes(self, pp_rank: int, activations: float) -> float:
         """The most bytes alive in a step whose activations take so many, its update included."""
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
 
-    def uses(
-        self, pp_rank: int, actions: Sequence[Action], known: BytesOfUnits, beside: npt.ArrayLike
+    def _uses(
+        self, pp_rank: int, actions: Sequence[Action], known: BytesOfUnits, beside: Floats
     ) -> list[ActivationBytes]:
-        """What activations take around each of a rank's actions, with what is ``beside`` them."""
-        table = np.array([[known[kind, id(tape)] for tape in self.tapes[pp_rank]] for kind in "FB"])
-        peaks, kept = around(table[columns_of(actions)], np.asarray(beside))
+        peaks, kept = around(self.rows(pp_rank, known)[columns_of(actions)], beside)
         return list(map(ActivationBytes, peaks.tolist(), kept.tolist()))
+
+    def rows(self, pp_rank: int, known: BytesOfUnits) -> Floats:
+        """What is ``known`` of a rank's passes, chunks and units: ``[2, chunks, units, 3]``."""
+        return np.array([[known[kind, id(tape)] for tape in self.tapes[pp_rank]] for kind in "FB"])
 
     def bytes_of_units(self, units: UnitTable) -> BytesOfUnits:
         """:meth:`unit_bytes` in each kind of chunk and pass."""
@@ -411,16 +423,17 @@ class MemoryModel(Executed):
         both = product("FB", tapes.items())
         return {(kind, at): self.unit_bytes(tape, kind, units) for kind, (at, tape) in both}
 
-    def beside_program_bytes(
-        self, pp_rank: int, actions: Sequence[Action], units: UnitTable, window_bytes: float
+    def windows_hold(
+        self,
+        pp_rank: int,
+        actions: Sequence[Action],
+        units: UnitTable,
+        hosted: Bools,
+        window_bytes: float,
     ) -> Floats:
-        """What is on the way to other ranks or the host while each action runs, ``[actions]``."""
-        beside = self.sent_ahead_bytes(pp_rank, columns_of(actions), units)
-        hosted = units.recomputed == HOST
-        if hosted.any():
-            amounts = [self.hosted_bytes(tape, units) for tape in self.tapes[pp_rank]]
-            beside += held_amounts(actions, hosted.tolist(), np.array(amounts), window_bytes)
-        return beside
+        """What both windows hold while each action runs, if those units are ``hosted``."""
+        amounts = [self.hosted_bytes(tape, units) for tape in self.tapes[pp_rank]]
+        return held_amounts(actions, hosted.tolist(), np.array(amounts), window_bytes)
 
     def unit_bytes(self, tape: Tape, kind: str, units: UnitTable) -> Floats:
         """What forwards ("F") or backwards of units let go of, their own peaks and what they keep,
@@ -473,7 +486,7 @@ class MemoryModel(Executed):
         result[1:] += goes[:-1]
         return result
 
-    def in_transit_bytes(
+    def _in_transit_bytes(
         self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]
     ) -> list[float]:
         """Bytes on the way while each action runs; only the interleaved schedule has any.

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_wlb.cost.memory import Integers, MemoryModel, around
 from megatron_wlb.cost.schedule.graph import Floats
-from megatron_wlb.cost.schedule.hosting import held_amounts
 from megatron_wlb.cost.schedule.order import sliced, sliced_columns
 from megatron_wlb.cost.slices import HOST, KINDS, UnitTable
 from megatron_wlb.cost.tape import Tape
@@ -48,25 +46,20 @@ class Program:
         """What is recomputed of units, and their bytes then, by pass and tape."""
         self._kept: dict[int, Floats] = {}
         self._windows: dict[tuple[int, bytes], Floats] = {}
+        """What both windows of a rank hold, by what is hosted."""
 
     def peaks(self, rank: int, again: Integers) -> Floats:
         """The most alive while each of a rank's actions runs, if that is recomputed of units."""
         tapes = self._model.tapes[rank]
-        rows = {(k, id(t)): self._rows(k, t, again) for k in "FB" for t in tapes}
-        table = np.array([[rows[kind, id(tape)] for tape in tapes] for kind in "FB"])
+        known = {(k, id(t)): self._rows(k, t, again) for k in "FB" for t in tapes}
         beside, hosted = self._in_transit[rank], again == HOST
         if hosted.any():
-            beside = beside + self._on_their_way(rank, hosted)
-        return around(table[self._columns[rank]], beside)[0]
-
-    def _on_their_way(self, rank: int, hosted: npt.NDArray[np.bool_]) -> Floats:
-        """What both windows hold while each of a rank's actions runs."""
-        if (name := (rank, hosted.tobytes())) not in self._windows:
-            tapes, actions = self._model.tapes[rank], sliced(*self._layout)[rank]
-            amounts = [self._model.hosted_bytes(tape, self._units) for tape in tapes]
-            given = hosted.tolist(), np.array(amounts), self._window_bytes
-            self._windows[name] = held_amounts(actions, *given)
-        return self._windows[name]
+            if (name := (rank, hosted.tobytes())) not in self._windows:
+                given = self._units, hosted, self._window_bytes
+                actions = sliced(*self._layout)[rank]
+                self._windows[name] = self._model.windows_hold(rank, actions, *given)
+            beside = beside + self._windows[name]
+        return around(self._model.rows(rank, known)[self._columns[rank]], beside)[0]
 
     def _rows(self, kind: str, tape: Tape, again: Integers) -> Floats:
         number = len(again)

@@ -101,14 +101,9 @@ def step_memory(
                 model.state_bytes(rank),
                 tuple(actions),
                 tuple(
-                    model.uses(
-                        rank,
-                        actions,
-                        known,
-                        model.in_transit_bytes(rank, actions, lengths)
-                        if window_bytes is None
-                        else model.beside_program_bytes(rank, actions, units, window_bytes),
-                    )
+                    model.activation_bytes(rank, actions, lengths, known)
+                    if window_bytes is None
+                    else model.program_bytes(rank, actions, units, window_bytes, known)
                 ),
                 model.update_bytes(rank),
             )

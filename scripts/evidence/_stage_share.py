@@ -6,7 +6,7 @@ So the collectives of TP, CP, PP and DP are left out with their buffers, and seq
 too: norms and residual additions work on all tokens.
 
 Times are those of both passes of a micro-batch: on a GPU by events, medians of the repeats; on a
-CPU by :class:`~megatron_wlb.runtime.profiling.attention_rates.Clock`, the least of them.
+CPU by :class:`~megatron_wlb.runtime.device_clock.Clock`, the least of them.
 Groups of operations are timed where they run. In TransformerEngine's layers the norm before a
 product is part of the product's module.
 """
@@ -31,7 +31,8 @@ from megatron_wlb.cost.hardware import FIGURES, Hardware, read_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
-from megatron_wlb.runtime.profiling.attention_rates import Clock, measure_attention
+from megatron_wlb.runtime.device_clock import Clock
+from megatron_wlb.runtime.profiling.attention_rates import measure_attention
 from megatron_wlb.runtime.profiling.hardware_file import base_of, hardware_content
 from megatron_wlb.runtime.profiling.rates import machine_name, measure_rates
 from megatron_wlb.settings.command_line import parse

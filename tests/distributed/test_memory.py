@@ -17,7 +17,7 @@ from helpers.memory import VOCAB_SIZE, WINDOW_BYTES, MeasuredMemory, measure_ste
 
 from megatron_wlb.cost import MemoryModel, Recompute
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Slice, Unit
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Slice, Unit, UnitTable
 from megatron_wlb.planning.from_config import padded_vocab_size, run_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -217,7 +217,7 @@ def in_slices(
             units.append(unit._replace(divided=divided and cut is not None))
             start += one[0]
     uses = [
-        model.program_bytes(rank, actions, units, WINDOW_BYTES)
+        model.program_bytes(rank, actions, UnitTable.of(units), WINDOW_BYTES)
         for rank, actions in enumerate(sliced(pp_size, CHAINS, p.vpp_size))
     ]
     predicted = [max(use.peak for use in own) for own in uses]

@@ -25,7 +25,7 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Sharding, length_multiple
-from megatron_wlb.runtime.device_clock import begun, moment, seconds
+from megatron_wlb.runtime.device_clock import Clock
 from megatron_wlb.runtime.gpt.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
@@ -183,7 +183,7 @@ def _least_us(
         # All ranks must run equally often: the number follows from the length alone.
         repeats = max(2, min(NUM_REPEATS, max(lengths) // length))
         runs = np.array([run(length) for _ in range(repeats)])
-        times[row] = torch.from_numpy(runs.min(axis=0) * 1e6)
+        times[row] = torch.from_numpy(runs.min(axis=0))
     # Σ over stages; mean over the replicas (and over TP ranks, which run in step).
     torch.distributed.all_reduce(times)
     times *= model.groups.pp.size() / torch.distributed.get_world_size()
@@ -203,9 +203,9 @@ def _shard(model: Model) -> dict[str, Any]:
 
 
 def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, float]:
-    """Seconds of forward and of backward of a micro-batch through this rank's chunks."""
+    """µs of forward and of backward of a micro-batch through this rank's chunks."""
     config = model.config
-    device = model.device
+    device, clock = model.device, Clock(model.device, of_processor=False)
     _, params = local_params(
         lengths, np.concatenate([np.arange(n) for n in lengths]), device, **_shard(model)
     )
@@ -225,7 +225,7 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         depths = 1 + len(layers_of(gpt)) - len(gpt.decoder.layers)
         rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
         ahead = Ahead(*rows, num_tokens) if depths > 1 else None
-        start = begun(device, LAYER_MS * len(layers_of(gpt)))
+        start = clock.begun(LAYER_MS * len(layers_of(gpt)))
         output = chunk(
             input_ids=tokens,
             position_ids=position_ids,
@@ -234,20 +234,21 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
             loss_mask=ahead.weights[0] if ahead else None,
             packed_seq_params=replace(params, ahead=ahead),
         )
-        middle = moment(device)
+        middle = clock.now()
         output.float().sum().backward()
-        end = moment(device)
-        forward, backward = forward + seconds(start, middle), backward + seconds(middle, end)
+        end = clock.now()
+        forward += clock.between_us(start, middle)
+        backward += clock.between_us(middle, end)
     return forward, backward
 
 
 def _run_attention(model: Model, length: int) -> tuple[float, float]:
-    """Seconds of core attention of one document in all layers of this rank's chunks.
+    """µs of core attention of one document in all layers of this rank's chunks.
 
     Under context parallelism of this rank's part of it; communication is not timed.
     """
     config = model.config
-    device = model.device
+    device, clock = model.device, Clock(model.device, of_processor=False)
     _, params = local_params([length], np.arange(length), device, **_shard(model))
     # Layers that are alike, by whether they have a sliding window.
     layers = [layer.self_attention for gpt in model.gpts for layer in layers_of(gpt)]
@@ -270,11 +271,11 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
                 (num_keys, groups, core.value_dim),
             )
         )
-        start = begun(device, LAYER_MS)
+        start = clock.begun(LAYER_MS)
         output = core.options.kernel(query, key, value, segments, core.softmax_scale)
-        middle = moment(device)
+        middle = clock.now()
         output.backward(torch.ones_like(output))
-        end = moment(device)
-        forward += len(kind) * seconds(start, middle)
-        backward += len(kind) * seconds(middle, end)
+        end = clock.now()
+        forward += len(kind) * clock.between_us(start, middle)
+        backward += len(kind) * clock.between_us(middle, end)
     return forward, backward

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import shard_arrays
 from megatron_wlb.plan.sharding.select import PER_DOCUMENT, PER_SEQUENCE
-from megatron_wlb.runtime.device_clock import DeviceClock, moment, seconds
+from megatron_wlb.runtime.device_clock import Clock
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
 from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
@@ -60,33 +59,6 @@ MAX_CHUNKS = 64
 KEY_BYTES = 2**32
 """Most bytes of the gradients of a call's keys, and of its values, as flash-attention 2 holds them:
 for every query head, before it adds up those of a key/value head."""
-
-
-class Clock:
-    """Times a function on a device, in µs: by the processor time of one CPU thread, so that what
-    else the machine runs counts less; on several, and on a GPU, by the time that passes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = DeviceClock(device) if device.type == "cuda" else None
-        self._device = device
-        one_thread = torch.get_num_threads() == 1
-        self._now_s = time.process_time if one_thread else time.perf_counter
-        self.name = "GPU events" if self._cuda else "processor time" if one_thread else "time"
-
-    def now(self) -> Any:
-        """A moment, for :meth:`between_us`."""
-        return moment(self._device) if self._cuda else self._now_s()
-
-    def between_us(self, start: Any, stop: Any) -> float:
-        return seconds(start, stop) * 1e6
-
-    def __call__(self, run: Callable[[], object]) -> float:
-        if self._cuda:
-            return self._cuda(run) * 1e6
-        start = self.now()
-        run()
-        return self.between_us(start, self.now())
 
 
 class AttentionTimer:

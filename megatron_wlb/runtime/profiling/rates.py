@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from megatron_wlb.runtime.profiling.attention_rates import Clock
+from megatron_wlb.runtime.device_clock import Clock
 
 NUM_REPEATS = 8
 SMALL, NUM_LINKS = 256, 64

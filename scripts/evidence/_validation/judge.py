@@ -25,6 +25,7 @@ from _validation.sharing import replay_shared
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import dataflow
+from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
 
@@ -255,7 +256,7 @@ def _memory(
         units = step.units(dp_rank)
         for pp_rank, actions in enumerate(recording.graph(step, dp_rank).order):
             if units:
-                uses = model.program_bytes(pp_rank, actions, units)
+                uses = model.program_bytes(pp_rank, actions, UnitTable.of(units))
             else:
                 uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
             peak = max(used.peak for used in uses)

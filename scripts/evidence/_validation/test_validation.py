@@ -22,6 +22,7 @@ from _validation.judge import (
 )
 from _validation.sharing import replay_shared
 from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
+from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import run_of
 from megatron_wlb.settings.command_line import parse
@@ -177,7 +178,9 @@ def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
     units = chained(counted.lengths[0], counted.prefixes[0], counted.chains[0])
     order = slice_graph(2, tuple(counted.chains[0])).order
     used = [
-        round(max(use.peak for use in model.program_bytes(rank, actions, units)) / 0.96)
+        round(
+            max(use.peak for use in model.program_bytes(rank, actions, UnitTable.of(units))) / 0.96
+        )
         for rank, actions in enumerate(order)
     ]
     counted = dataclasses.replace(counted, round=12, activation_bytes=used)

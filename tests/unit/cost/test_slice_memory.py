@@ -29,13 +29,13 @@ def model(recompute: Recompute = Recompute(), **layout: int) -> MemoryModel:  # 
 
 def kept(memory: MemoryModel, rank: int, units: list[Unit] | tuple[Unit, ...]) -> list[float]:
     order = sliced(memory.parallelism.pp_size, (len(units),))
-    return [use.kept for use in memory.program_bytes(rank, order[rank], units)]
+    return [use.kept for use in memory.program_bytes(rank, order[rank], UnitTable.of(units))]
 
 
 def peak_bytes_of(
     memory: MemoryModel, rank: int, actions: Sequence[Action], units: Sequence[Unit]
 ) -> float:
-    uses = memory.program_bytes(rank, actions, units)
+    uses = memory.program_bytes(rank, actions, UnitTable.of(units))
     return memory.alive_bytes(rank, max(use.peak for use in uses))
 
 
@@ -104,7 +104,7 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
     units = chained([[700], [1], [299], [4000]], [[0], [700], [701], [1000]], (4,))
     actions = sliced(1, (4,))[0]
     before = 0.0
-    uses = memory.program_bytes(0, actions, units)
+    uses = memory.program_bytes(0, actions, UnitTable.of(units))
     in_transit = memory.sent_ahead_bytes(0, columns_of(actions), UnitTable.of(units))
     for action, use, transit in zip(actions, uses, in_transit, strict=True):
         unit = units[action.micro_batch]
@@ -137,7 +137,7 @@ def test_recomputation_leaves_the_buffers() -> None:
     assert kept(memory, 0, THREE)[2] == pytest.approx(600 * (4 * KEYS + saved))
     # The pass that is run again is in the peak, as it is of whole documents.
     order = sliced(2, (3,))
-    slices, whole = (memory.program_bytes(0, order[0], u) for u in (THREE, UNCUT))
+    slices, whole = (memory.program_bytes(0, order[0], UnitTable.of(u)) for u in (THREE, UNCUT))
     assert slices[5].peak - whole[5].peak == pytest.approx(600 * 4 * (KEYS + GRADIENTS), rel=0.05)
     # Attention that is run again keeps the keys that it was given.
     selective = model(Recompute("selective"))
@@ -149,7 +149,7 @@ def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_
     memory, lengths = model(pp_size=2), [300, 200, 500, 100]
     order = sliced(2, (1, 1, 1, 1))
     for rank in (0, 1):
-        ours = memory.program_bytes(rank, order[rank], list(map(Unit, lengths)))
+        ours = memory.program_bytes(rank, order[rank], UnitTable.of(list(map(Unit, lengths))))
         theirs = memory.activation_bytes(rank, order[rank], lengths)
         assert [use.kept for use in ours] == [use.kept for use in theirs]
         more = [one.peak - other.peak for one, other in zip(ours, theirs, strict=True)]

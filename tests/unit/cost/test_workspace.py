@@ -99,8 +99,7 @@ def test_slice_s_kernel_works_on_the_keys_before_it_too() -> None:
         shape = dataclasses.replace(LLAMA_70B, num_layers=2)
         memory = MemoryModel(shape, Execution(TP8, attention_kernel=kernel))
         unit = Unit(1000, Slice(0, start, start + 1000, start + 1000))
-        known = memory.bytes_of_units(UnitTable.of([unit]))
-        (use,) = memory.uses(0, [Action("B", 0, 0)], known, [0.0])
+        (use,) = memory.program_bytes(0, [Action("B", 0, 0)], UnitTable.of([unit]))
         return use.peak
 
     start = 100_000  # so many that the peak is in attention

@@ -12,7 +12,7 @@ from megatron_wlb.cost import Execution, MemoryModel, Parallelism, Recompute
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit
+from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import StepPlan
@@ -157,9 +157,9 @@ def test_recomputed_units_hold_what_all_do_under_full_recomputation(kernels: str
     units = [Unit(900, Slice(0, 0, 900, 2000)), Unit(1100, Slice(0, 900, 2000, 2000)), Unit(512)]
     again = [unit._replace(recomputed=LAYERS) for unit in units]
     for rank, actions in enumerate(sliced(2, [2, 1], 2)):
-        expected = full.program_bytes(rank, actions, units)
-        assert plain.program_bytes(rank, actions, again) == expected
-        assert plain.program_bytes(rank, actions, units) != expected
+        expected = full.program_bytes(rank, actions, UnitTable.of(units))
+        assert plain.program_bytes(rank, actions, UnitTable.of(again)) == expected
+        assert plain.program_bytes(rank, actions, UnitTable.of(units)) != expected
 
 
 def test_time_of_recomputed_units_is_that_of_full_recomputation() -> None:

@@ -11,6 +11,7 @@ import pytest
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.order import sliced
+from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.plan.strategy.layout import Scheme, Strategy
@@ -69,7 +70,10 @@ def peak_gib(costs: SlicedCosts, lengths: list[int]) -> float:
     orders = enumerate(sliced(scheme.pp_size, chains, scheme.vpp_size))
     model = costs.memory
     assert model is not None
-    peaks = [max(use.peak for use in model.program_bytes(*order, units)) for order in orders]
+    peaks = [
+        max(use.peak for use in model.program_bytes(*order, UnitTable.of(units)))
+        for order in orders
+    ]
     return max(starmap(model.alive_bytes, enumerate(peaks))) / GIB
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.device_clock import DeviceClock
+from megatron_wlb.runtime.device_clock import Clock
 from megatron_wlb.runtime.gpt.attention.kernels import (
     flash,
     sdpa,
@@ -462,11 +462,12 @@ def time_ms(
     """
     lengths_q, lengths_k = lengths
     problem = Problem.of(demand, lengths_q, lengths_k, demand.reach_tokens)
-    solve, clock = partial(problem.solve, kernel, demand.dtype), DeviceClock(demand.device)
+    solve = partial(problem.solve, kernel, demand.dtype)
+    clock = Clock(demand.device, of_processor=False)
     for _ in range(NUM_WARM_UPS):
         clock(solve)
-    least_s = min(clock(solve) for _ in range(NUM_TIMED))
+    least_us = min(clock(solve) for _ in range(NUM_TIMED))
     del problem, solve
     if demand.device.type == "cuda":
         torch.cuda.empty_cache()
-    return least_s * 1e3
+    return least_us / 1e3
