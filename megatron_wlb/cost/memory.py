@@ -446,11 +446,6 @@ class MemoryModel(Executed):
             rows[at] = own.action_bytes(kind, units.some(at), hosted=what == HOST)
         return rows
 
-    def kept_bytes(self, tape: Tape, units: UnitTable, what: int) -> Floats:
-        """What forwards of units keep, ``[units]``, if ``what`` is recomputed of each."""
-        kept = self._sliced(tape, what).kept_bytes(units)
-        return kept - self.hosted_bytes(tape, units) if what == HOST else kept
-
     def hosted_bytes(self, tape: Tape, units: UnitTable) -> Floats:
         """What of units goes to the host, if they are hosted, ``[units]``."""
         return self._sliced(tape).hosted_bytes(units)

@@ -42,9 +42,7 @@ class Program:
         self._in_transit = [
             model.sent_ahead_bytes(rank, own, units) for rank, own in enumerate(self._columns)
         ]
-        self._known: dict[tuple[str, int], tuple[Integers, Floats]] = {}
-        """What is recomputed of units, and their bytes then, by pass and tape."""
-        self._kept: dict[int, Floats] = {}
+        self._known: dict[tuple[str, int, int], Floats] = {}
         self._windows: dict[tuple[int, bytes], Floats] = {}
         """What both windows of a rank hold, by what is hosted."""
 
@@ -62,26 +60,24 @@ class Program:
         return around(self._model.rows(rank, known)[self._columns[rank]], beside)[0]
 
     def _rows(self, kind: str, tape: Tape, again: Integers) -> Floats:
-        number = len(again)
-        first = np.full(number, -1), np.empty((number, 3))
-        known, rows = self._known.setdefault((kind, id(tape)), first)
-        new = np.flatnonzero(known != again)
-        if len(new):
-            units = self._units._replace(recomputed=again.astype(np.float64)).some(new)
-            known[new], rows[new] = again[new], self._model.unit_bytes(tape, kind, units)
+        rows = np.empty((len(again), 3))
+        for what in np.unique(again).tolist():
+            at = np.flatnonzero(again == what)
+            rows[at] = self._bytes(kind, tape, what)[at]
         return rows
+
+    def _bytes(self, kind: str, tape: Tape, what: int) -> Floats:
+        """Bytes of the units in a kind of pass and chunk, if that is recomputed of each."""
+        if (name := (kind, id(tape), what)) not in self._known:
+            units = self._units._replace(recomputed=np.full_like(self._units.recomputed, what))
+            self._known[name] = self._model.unit_bytes(tape, kind, units)
+        return self._known[name]
 
     def saved(self, rank: int) -> Floats:
         """Bytes that units do not keep, by what is recomputed, ``[kinds, units, chunks]``."""
-        kept = np.stack([self._kept_bytes(tape) for tape in self._model.tapes[rank]], axis=-1)
-        return np.maximum(kept[:1] - kept, 0.0)
-
-    def _kept_bytes(self, tape: Tape) -> Floats:
-        if id(tape) not in self._kept:
-            given = [what if what in self.kinds else 0 for what in KINDS]
-            own = [self._model.kept_bytes(tape, self._units, what) for what in given]
-            self._kept[id(tape)] = np.array(own)
-        return self._kept[id(tape)]
+        tapes, given = self._model.tapes[rank], [k if k in self.kinds else 0 for k in KINDS]
+        kept: Floats = np.array([[self._bytes("F", t, k)[:, 2] for t in tapes] for k in given])
+        return np.maximum(kept[:1] - kept, 0.0).swapaxes(1, 2)
 
     def passes(self, rank: int) -> tuple[Integers, Integers]:
         """Which of a rank's actions are forwards, and which backwards: ``[units, chunks]`` each."""

@@ -127,15 +127,15 @@ class PrefixCosts:
         return 1 / filled(blocks * parts, self.num_processors)
 
 
-def _buffers(backward: bool, start: Floats, goes_on: Any, length: Floats) -> tuple[Floats, ...]:
+def _buffers(backward: bool, start: Floats, goes_on: Any, length: Floats) -> Floats:
     """Tokens of the documents' buffers around slices' actions: keys and gradients, before, after.
 
-    ``[slices]`` each; ``goes_on`` says whether the document does behind the slice.
+    ``[4, slices]``; ``goes_on`` says whether the document does behind the slice.
     """
     left = np.where(start > 0, length, 0.0)
     if not backward:
-        return left, 0 * length, length, 0 * length
-    return length, np.where(goes_on, length, 0.0), left, left
+        return np.array([left, 0 * length, length, 0 * length])
+    return np.array([length, np.where(goes_on, length, 0.0), left, left])
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,11 @@ class SliceTape:
         what goes to the host is in none but the peaks.
         """
         backward = kind == "B"
-        before, after = self._held(units, backward)
+        # What a rank has of the buffers of each unit's document.
+        share = np.where(units.divided, 1 / (self.cp_size * units.num_ranks), 1.0)
+        held = _buffers(backward, units.start, units.stop < units.length, units.length * share)
+        keys, gradients = self._buffers
+        before, after = held[0] * keys + held[1] * gradients, held[2] * keys + held[3] * gradients
         kept = self._kept(units)
         gone = kept - self.hosted_bytes(units) if hosted else kept
         let_go, keeps = (before + gone, after) if backward else (before, after + gone)
@@ -165,23 +169,8 @@ class SliceTape:
             peaks = tape.backward_peak_bytes if backward else tape.forward_peak_bytes
             rows[whole, 1] = peaks(tokens)
         if len(cut):
-            rows[cut, 1] = self._peaks(units.some(cut), backward)
+            rows[cut, 1] = self._peaks(units.some(cut), share[cut], held[:, cut], backward)
         return rows
-
-    def kept_bytes(self, units: UnitTable) -> Floats:
-        """What forwards of units keep, ``[units]``: the last of :meth:`action_bytes`."""
-        return self._held(units, False)[1] + self._kept(units)
-
-    def _shares(self, units: UnitTable) -> Floats:
-        """What a rank has of the buffers of each unit's document."""
-        return np.where(units.divided, 1 / (self.cp_size * units.num_ranks), 1.0)
-
-    def _held(self, units: UnitTable, backward: bool) -> tuple[Floats, Floats]:
-        """Bytes of documents' buffers before and after an action."""
-        goes_on, length = units.stop < units.length, units.length * self._shares(units)
-        tokens = _buffers(backward, units.start, goes_on, length)
-        keys, gradients = self._buffers
-        return tokens[0] * keys + tokens[1] * gradients, tokens[2] * keys + tokens[3] * gradients
 
     def _kept(self, units: UnitTable) -> Floats:
         """Bytes of activations from a forward to its backward."""
@@ -189,18 +178,16 @@ class SliceTape:
         kept: Floats = np.where(units.length, saved, self.tape.saved_per_token) * units.num_tokens
         return kept
 
-    def _peaks(self, units: UnitTable, backward: bool) -> Floats:
-        start, share = units.start, self._shares(units)
-        length = units.length * share
-        held = _buffers(backward, start, units.stop < units.length, length)
+    def _peaks(self, units: UnitTable, share: Floats, held: Floats, backward: bool) -> Floats:
+        start, length = units.start, units.length * share
         # In backward, the kernel of the layer that runs gives gradients of the keys before the
         # slice, too, besides those of its own that the tape has.
         own = length + start if backward else length
         buffers = [held[0], own, held[2], held[1], length * backward, held[3]]
         # The rows that are gathered, all that are seen, and what of the former is got back.
         rows = (share < 1) * np.array([start, units.stop, start * share])
-        num_tokens = units.num_tokens
-        coefficients = np.array([num_tokens, num_tokens**0, *buffers, start, *rows])
+        tokens = units.num_tokens
+        coefficients = np.array([tokens, tokens**0, *buffers, start, *rows])
         peaks = np.empty(len(start))
         for alone in (False, True):
             moments, at = self._rows[backward, alone], np.flatnonzero(units.is_alone == alone)
@@ -212,9 +199,7 @@ class SliceTape:
 
     def hosted_bytes(self, units: UnitTable) -> Floats:
         """What of units would go to the host, ``[units]``."""
-        stays = self.tape.stays_per_token * units.num_tokens
-        hosted: Floats = self._kept(units) - stays
-        return hosted
+        return self._kept(units) - self.tape.stays_per_token * units.num_tokens
 
     @cached_property
     def _saved(self) -> tuple[float, float]:
