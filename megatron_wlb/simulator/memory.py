@@ -5,13 +5,12 @@ The bytes are those of :class:`~megatron_wlb.cost.memory.MemoryModel`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_wlb.cost.memory import GIB, ActivationBytes, BytesOfUnits, MemoryModel, StateBytes
+from megatron_wlb.cost.memory import GIB, ActivationBytes, MemoryModel, StateBytes
 from megatron_wlb.cost.schedule.order import Action
-from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.errors import PlanError
 
 
@@ -85,26 +84,15 @@ class StepMemory:
 def step_memory(
     model: MemoryModel,
     order: Sequence[Sequence[Action]],
-    units: UnitTable,
-    known: BytesOfUnits,
-    window_bytes: float | None = None,
+    uses: Callable[[int, Sequence[Action]], Sequence[ActivationBytes]],
 ) -> StepMemory:
-    """What each pipeline rank holds in a step of ``units``, of which ``known`` are the bytes.
-
-    ``window_bytes`` are those of each window of hosted ones; None where ``order`` is no program of
-    slices.
-    """
-    lengths = units.num_tokens.tolist()
+    """What each pipeline rank holds; ``uses`` tells it of activations by rank and actions."""
     return StepMemory(
         tuple(
             RankMemory(
                 model.state_bytes(rank),
                 tuple(actions),
-                tuple(
-                    model.activation_bytes(rank, actions, lengths, known)
-                    if window_bytes is None
-                    else model.program_bytes(rank, actions, units, window_bytes, known)
-                ),
+                tuple(uses(rank, actions)),
                 model.update_bytes(rank),
             )
             for rank, actions in enumerate(order)

@@ -7,7 +7,8 @@ gradients comes first. Everything here is *simulated*. Times are in µs and star
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -120,7 +121,7 @@ class Simulator:
         else:
             graphs, units = self._sliced(sliced)
             before = [[m.prefixes for m in rank] for rank in sliced.micro_batches]
-            more = [map(of, sliced.micro_batches) for of in (_together, _again, _divided)]
+            more = zip(*map(_traits, sliced.micro_batches), strict=True)
             times = list(map(stages.times_us, lengths, scale, before, *more))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
             if (link := stages.host) is not None:
@@ -232,7 +233,7 @@ def slowest_us(
     for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
         before = prefixes if plan.chains else None
-        times.append(stages.times_us(lengths, None, before, _together(rank), _again(rank)))
+        times.append(stages.times_us(lengths, None, before, *_traits(rank)[:2]))
         gaps.append(np.zeros(len(rank)))
     if (link := stages.host) is not None and plan.chains:
         units = [list(map(_unit, rank)) for rank in plan.micro_batches]
@@ -252,17 +253,12 @@ def slowest_us(
 _length, _start = attrgetter("length"), attrgetter("start")
 
 
-def _together(rank: Sequence[MicroBatchPlan]) -> list[int]:
-    """How many data-parallel ranks run each micro-batch together."""
-    return [len(m.replicas) or 1 for m in rank]
-
-
-def _again(rank: Sequence[MicroBatchPlan]) -> list[int]:
-    return [m.recomputed for m in rank]
-
-
-def _divided(rank: Sequence[MicroBatchPlan]) -> list[bool]:
-    return [m.divided for m in rank]
+def _traits(rank: Sequence[MicroBatchPlan]) -> tuple[list[int], list[int], list[bool]]:
+    """How many data-parallel ranks run each micro-batch, what of it is recomputed, and whether its
+    keys are divided.
+    """
+    together = [len(m.replicas) or 1 for m in rank]
+    return together, [m.recomputed for m in rank], [m.divided for m in rank]
 
 
 def _unit(m: MicroBatchPlan) -> Unit:
@@ -279,16 +275,16 @@ def _held(
     window_bytes: float = 0.0,
 ) -> tuple[StepMemory, ...]:
     result: list[StepMemory] = []
-    rows: Sequence[Iterable[Unit]] = units or [[*map(Unit, lengths)] for lengths in padded]
-    for at in range(0, len(rows), _TOGETHER):
-        tables = [*map(UnitTable.of, rows[at : at + _TOGETHER])]
-        known = model.bytes_of_units(UnitTable.joined(tables))
-        stop = 0
-        for graph, table in zip(graphs[at:], tables, strict=False):
+    sliced = partial(model.program_bytes, window_bytes=window_bytes)
+    uses = sliced if units else model.activation_bytes
+    tables = [*map(UnitTable.of, units or (map(Unit, lengths) for lengths in padded))]
+    for at in range(0, len(tables), _TOGETHER):
+        some = tables[at : at + _TOGETHER]
+        known, stop = model.bytes_of_units(UnitTable.joined(some)), 0
+        for graph, table in zip(graphs[at:], some, strict=False):
             start, stop = stop, stop + len(table.num_tokens)
             own = {which: found[start:stop] for which, found in known.items()}
-            window = window_bytes if units else None
-            result.append(step_memory(model, graph.order, table, own, window))
+            result.append(step_memory(model, graph.order, partial(uses, units=table, known=own)))
     return tuple(result)
 
 

@@ -25,7 +25,7 @@ from _validation.sharing import replay_shared
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import dataflow
-from megatron_wlb.cost.slices import UnitTable
+from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
 
@@ -254,12 +254,10 @@ def _memory(
     assert step.activation_bytes is not None
     for dp_rank, lengths in enumerate(step.lengths):
         units = step.units(dp_rank)
+        table = UnitTable.of(units or [Unit(sum(own)) for own in lengths])
+        uses = model.program_bytes if units else model.activation_bytes
         for pp_rank, actions in enumerate(recording.graph(step, dp_rank).order):
-            if units:
-                uses = model.program_bytes(pp_rank, actions, UnitTable.of(units))
-            else:
-                uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
-            peak = max(used.peak for used in uses)
+            peak = max(used.peak for used in uses(pp_rank, actions, table))
             first = recording.process(pp_rank, dp_rank)
             for process in range(first, first + recording.config.parallel.context_parallel_size):
                 yield peak, step.activation_bytes[process]

@@ -149,8 +149,9 @@ def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_
     memory, lengths = model(pp_size=2), [300, 200, 500, 100]
     order = sliced(2, (1, 1, 1, 1))
     for rank in (0, 1):
-        ours = memory.program_bytes(rank, order[rank], UnitTable.of(list(map(Unit, lengths))))
-        theirs = memory.activation_bytes(rank, order[rank], lengths)
+        units = UnitTable.of(map(Unit, lengths))
+        ours = memory.program_bytes(rank, order[rank], units)
+        theirs = memory.activation_bytes(rank, order[rank], units)
         assert [use.kept for use in ours] == [use.kept for use in theirs]
         more = [one.peak - other.peak for one, other in zip(ours, theirs, strict=True)]
         assert min(more) >= 0 and 0 < max(more) <= 3 * 500 * 2 * 64
