@@ -67,6 +67,18 @@ def test_results_of_a_killed_part_are_read_and_gone_on_with(module: Any, tmp_pat
         assert results.Results(tmp_path, "kernels", **other).figures == {}
 
 
+def test_kernel_that_was_not_there_at_first_is_measured_later(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, results = module("kernels"), module("results")
+    monkeypatch.setattr(kernels, "WINDOWS", (8192,))
+    found = results.Results(tmp_path, "kernels", tiny=True, machine="m")
+    found.put("sdpa, tiny", {"obstacle": "no package"})
+    kernels.measure(found)
+    assert set(found.figures["sdpa, tiny"]) == {"errors"}
+    assert kernels.wrong(found.figures) == []
+
+
 def test_kernels_off_by_more_than_bf16_allows_are_wrong(module: Any) -> None:
     kernels = module("kernels")
     found = {

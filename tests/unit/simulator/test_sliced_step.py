@@ -10,6 +10,7 @@ from PIL import Image
 
 from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
 from megatron_wlb.cost.schedule.order import sliced
+from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
@@ -104,6 +105,10 @@ def test_replicas_run_orders_of_their_own_and_meet_at_the_reduction():
     assert line.step_us == update_us + 11
     assert [len(rank) for rank in line.micro_batch_us] == [3, 2]
     assert [len(held.ranks[0].actions) for held in line.memory] == [6, 4]
+    for held, units in zip(line.memory, line.units, strict=True):
+        for rank, found in enumerate(held.ranks):
+            alone_bytes = memory.program_bytes(rank, found.actions, UnitTable.of(units))
+            assert list(found.activations) == alone_bytes
     with pytest.raises(PlanError, match="2 data-parallel ranks run 2 different orders"):
         _ = line.graph
     assert (line.pp_size, line.vpp_size, line.dp_size) == (2, 1, 2)

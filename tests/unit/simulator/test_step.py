@@ -258,6 +258,16 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     assert alone.update_us[0] > 0
 
 
+def test_memory_of_many_replicas_is_that_of_each():
+    layout = Parallelism(dp_size=150)  # more than are worked out together
+    costs, memory = analytic(layout)
+    lengths = [[[100 + 7 * at], [30 + at]] for at in range(150)]
+    line = Simulator(costs, layout, memory=memory).step(lengths)
+    peaks = [held.ranks[0].peak_bytes for held in line.memory]
+    assert peaks == [memory.peak_bytes(0, [a, b]) for (a,), (b,) in lengths]
+    assert len(set(peaks)) > 100
+
+
 def test_memory_of_a_step_is_the_model_s_and_its_peak_is_named():
     layout = Parallelism(pp_size=2)
     costs, memory = analytic(layout)
