@@ -277,11 +277,12 @@ def _held(
     result: list[StepMemory] = []
     sliced = partial(model.program_bytes, window_bytes=window_bytes)
     uses = sliced if units else model.activation_bytes
-    tables = [*map(UnitTable.of, units or (map(Unit, lengths) for lengths in padded))]
-    for at in range(0, len(tables), _TOGETHER):
-        some = tables[at : at + _TOGETHER]
-        known, stop = model.bytes_of_units(UnitTable.joined(some)), 0
-        for graph, table in zip(graphs[at:], some, strict=False):
+    tables = map(UnitTable.of, units or (map(Unit, lengths) for lengths in padded))
+    pairs = list(zip(graphs, tables, strict=True))
+    for at in range(0, len(pairs), _TOGETHER):
+        some = pairs[at : at + _TOGETHER]
+        known, stop = model.bytes_of_units(UnitTable.joined(table for _, table in some)), 0
+        for graph, table in some:
             start, stop = stop, stop + len(table.num_tokens)
             own = {which: found[start:stop] for which, found in known.items()}
             result.append(step_memory(model, graph.order, partial(uses, units=table, known=own)))

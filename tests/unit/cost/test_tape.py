@@ -1,4 +1,4 @@
-"""Peaks of a tape against a walk over its operations, for sizes at which weights count or do not."""
+"""Peaks of a tape against a walk over its operations, where weights count and where they do not."""
 
 from __future__ import annotations
 
