@@ -22,7 +22,7 @@ FLAGS = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --group-query-attention "
     f"--num-query-groups 2 --seq-length {WINDOW} --max-position-embeddings {WINDOW} "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --init-method-std 0.1 "
-    "--lr 1e-2 --lr-decay-style constant "
+    "--lr 1e-3 --lr-decay-style constant "
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --swiglu "
     "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
     f"--tokenizer-type NullTokenizer --vocab-size {END} --split 1 --seed {SEED} --log-interval 1 "
@@ -30,6 +30,8 @@ FLAGS = (
     "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-rope-fusion"
 )
+ROUNDING = {"": 1e-5, "--bf16": 1.5e-3}
+"""Relative, of losses: on a CPU they are 1.5e-6 and 6e-4 apart, those of two steps 3e-3."""
 ALONE = "--eod-mask-loss --data-cache-path cache"
 SLICES = "--wlb-packing slim --wlb-units 12"
 
@@ -50,7 +52,7 @@ def losses(folder: Path, prefix: Path, *flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize("packing", ["--wlb-packing hold", SLICES])
-@pytest.mark.parametrize(("dtype", "off"), [("", 5e-5), ("--bf16", 4e-3)])
+@pytest.mark.parametrize(("dtype", "off"), ROUNDING.items())
 def test_gpu_trains_what_megatron_alone_does(
     tmp_path: Path, dtype: str, off: float, packing: str
 ) -> None:
