@@ -59,6 +59,8 @@ PARTS = {
              "`adaptive` choose it? (WLB-LLM, Figure 15)", 360, ("profile",)),
         Part("stage", "A stage", "do the cost and memory models say what one tensor-parallel "
              "rank's share of 7B and 70B takes?", 240),
+        Part("launcher", "Steps of Megatron-LM", "what does `pretrain_gpt.py` take with each "
+             "packing, and was that predicted?", 300, ("profile",)),
         Part("replay", "Whole steps", "what packings and shardings gain with these kernels "
              "(WLB-LLM, Figures 12-14)", 240, ("profile",), needs_gpu=False),
         Part("host", "The host", "does the host wait for the GPU, does the GPU wait for the host, "

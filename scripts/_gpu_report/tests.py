@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,18 @@ from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import Results
 
 TESTS = Path(__file__).parents[2] / "tests" / "gpu"
+PROCESSES = 4
+"""Most tests wait for a run of their own, which waits for its imports."""
 NO_TESTS_LEFT = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 class Recorder:
-    """Writes down each test as it ends, and leaves out those that an earlier start ended."""
+    """Writes down each test as it ends, beside those that an earlier start ended."""
 
     def __init__(self, results: Results) -> None:
         self._results = results
         self.outcomes: dict[str, dict[str, str]] = dict(results.figures.get("outcomes", {}))
         self.errors: list[str] = []
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self.outcomes]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -52,6 +52,9 @@ def measure(results: Results) -> None:
     recorder = Recorder(results)
     # pytest-timeout may not be there, and another machine's warnings are no failures.
     own = ["-o", "addopts=--strict-markers", "-p", "no:cacheprovider", "-W", "default", "-q"]
+    if find_spec("xdist") is not None and not results.tiny:
+        own += ["-n", str(PROCESSES), "--maxschedchunk", "1"]
+    own += [f"--deselect={name}" for name in recorder.outcomes]
     code = pytest.main([*own, str(TESTS)], plugins=[recorder])
     results.put("errors", recorder.errors)
     results.put("counts", dict(Counter(one["outcome"] for one in recorder.outcomes.values())))

@@ -16,6 +16,7 @@ def test_profile_of_a_gpu_is_a_hardware_file(tmp_path, capsys):
     hardware = load_hardware(str(out))
     # A launch by Python takes longer than a kernel without work; both are microseconds.
     assert 0.3 < hardware.kernel_us < hardware.launch_us < 200
+    assert hardware.host_link_gb_s is not None and 1 < hardware.host_link_gb_s < 500
     (profile,) = hardware.attention
     assert (profile.dtype, profile.num_heads, profile.num_groups) == ("bfloat16", 8, 2)
     assert torch.cuda.get_device_name() in profile.machine

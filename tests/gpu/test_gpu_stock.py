@@ -1,7 +1,8 @@
 """On one GPU ``pretrain_gpt.py`` is its own oracle: with the launcher and without it.
 
-Each document fills a window, so that both compute the same. Megatron alone runs its own unfused
-attention, which shares nothing with the kernels here.
+Each document fills a window, so that both compute the same. With its own layers Megatron alone runs
+its unfused attention, which shares nothing with the kernels here; with TransformerEngine's that of
+TransformerEngine.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ FLAGS = (
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --swiglu "
     "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
     f"--tokenizer-type NullTokenizer --vocab-size {END} --split 1 --seed {SEED} --log-interval 1 "
-    "--eval-interval 1000 --eval-iters 0 --transformer-impl local --num-workers 0 "
-    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-rope-fusion"
+    "--eval-interval 1000 --eval-iters 0 --num-workers 0"
 )
-ROUNDING = {"": 1e-5, "--bf16": 1.5e-3}
+LOCAL = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-rope-fusion"
+)
+FUSED = "--transformer-impl transformer_engine --bf16"
+ROUNDING = {LOCAL: 1e-5, f"{LOCAL} --bf16": 1.5e-3, FUSED: 1.5e-3}
 """Relative, of losses: on a CPU they are 1.5e-6 and 6e-4 apart, those of two steps 3e-3."""
 ALONE = "--eod-mask-loss --data-cache-path cache"
 SLICES = "--wlb-packing slim --wlb-units 12"
@@ -52,15 +56,19 @@ def losses(folder: Path, prefix: Path, *flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize("packing", ["--wlb-packing hold", SLICES])
-@pytest.mark.parametrize(("dtype", "off"), ROUNDING.items())
+@pytest.mark.parametrize(
+    ("layers", "off"), ROUNDING.items(), ids=["fp32", "bf16", "transformer-engine"]
+)
 def test_gpu_trains_what_megatron_alone_does(
-    tmp_path: Path, dtype: str, off: float, packing: str
+    tmp_path: Path, layers: str, off: float, packing: str
 ) -> None:
+    if layers == FUSED:
+        pytest.importorskip("transformer_engine.pytorch")
     if MEGATRON_LM is None:
         pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
     corpora = two_corpora(tmp_path, WINDOW, seed=SEED, end=END)
-    alone = losses(tmp_path, corpora["alone"], dtype, ALONE)
-    ours = losses(tmp_path, corpora["ours"], dtype, packing)
+    alone = losses(tmp_path, corpora["alone"], layers, ALONE)
+    ours = losses(tmp_path, corpora["ours"], layers, packing)
     assert len(alone) == 3 and ours == pytest.approx(alone, rel=off)
     # Negative control: another step has another loss.
     assert ours[:-1] != pytest.approx(alone[1:], rel=off)

@@ -60,6 +60,8 @@ def hardware_content(
     if rates.kernel_us is not None and rates.launch_us is not None:
         measured("kernel_us", rates.kernel_us, "kernels without work, replayed from a CUDA graph")
         measured("launch_us", rates.launch_us, "the same launched one by one, forward and backward")
+    if rates.host_gb_s is not None:
+        measured("host_link_gb_s", rates.host_gb_s, "copies to pinned memory and back at once")
     long = profiles[0]
     tflops, length = long_document_tflops(long), long.lengths[-1]
     share(

@@ -42,6 +42,8 @@ class Rates:
     """A GPU's time for a kernel without work, in a row of such kernels; None on the CPU."""
     launch_us: float | None = None
     """The host's time to launch a GPU's kernel, with autograd's part; None on the CPU."""
+    host_gb_s: float | None = None
+    """Bytes to pinned memory of the host while as many come back; None on the CPU."""
 
 
 def measure_rates(device: str | None = None) -> Rates:
@@ -82,8 +84,27 @@ def measure_rates(device: str | None = None) -> Rates:
         2 * num_heads * head_dim * length**2 / attention_s / 1e12,
         moved / copy_s / 1e9,
         moved / elementwise_s / 1e9,
-        *(_kernel_us() if cuda else ()),
+        *((*_kernel_us(), _host_gb_s(best_s)) if cuda else ()),
     )
+
+
+def _host_gb_s(best_s: Callable[[Callable[[], object]], float]) -> float:
+    """10⁹ B/s each way between the device and pinned memory, while both ways are busy."""
+    out, back = (torch.empty(2**28, dtype=torch.uint8, device="cuda") for _ in range(2))
+    slabs = [torch.empty_like(out, device="cpu", pin_memory=True) for _ in range(2)]
+    ways = (slabs[0], out), (back, slabs[1])
+    streams = [torch.cuda.Stream() for _ in ways]  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        here = torch.cuda.current_stream()
+        for stream, (target, source) in zip(streams, ways, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            here.wait_stream(stream)
+
+    return out.numel() / best_s(both) / 1e9
 
 
 def _kernel_us() -> tuple[float, float]:

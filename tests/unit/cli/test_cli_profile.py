@@ -50,13 +50,14 @@ def test_profile_writes_a_hardware_file_that_planning_reads(wlb, quick):
 def test_a_gpus_kernels_are_figures_of_their_own():
     """A CPU has none, and keeps what its base says."""
     base = read_hardware("h100-sxm")[1]
-    gpu = replace(RATES, device="a GPU", kernel_us=2.5, launch_us=7.0)
+    gpu = replace(RATES, device="a GPU", kernel_us=2.5, launch_us=7.0, host_gb_s=48.0)
     made = [
         hardware_content(base, "h100-sxm", rates, [profile()], "here", "cuda")
         for rates in (RATES, gpu)
     ]
     assert made[0]["launch_us"] == base["launch_us"]
-    assert [made[1][name]["value"] for name in ("kernel_us", "launch_us")] == [2.5, 7.0]
+    figures = ("kernel_us", "launch_us", "host_link_gb_s")
+    assert [made[1][name]["value"] for name in figures] == [2.5, 7.0, 48.0]
     assert made[1]["launch_us"]["source"].startswith("measured: ")
 
 

@@ -1,0 +1,131 @@
+"""Steps of ``pretrain_gpt.py`` on one GPU: what each packing takes, and what was predicted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from helpers.whole_windows import two_corpora
+
+from _gpu_report.drawing import Pictures, table
+from _gpu_report.machine import hardware_path
+from _gpu_report.results import Results
+
+ROOT = Path(__file__).parents[2]
+SEED = 1234
+ALONE, UNEVEN, WHOLE = "Megatron alone", "uneven documents", "whole windows"
+RUNS = (
+    (UNEVEN, "hold"), (UNEVEN, "slim"), (UNEVEN, "original"),
+    (WHOLE, ALONE), (WHOLE, "original"), (WHOLE, "slim"),
+)  # fmt: skip
+TINY_RUNS = RUNS[1:2]
+LARGE = "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --bf16"
+"""Layers of 7B's size."""
+SMALL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --wlb-device cpu "
+    "--distributed-backend gloo"
+)
+FLAGS = (
+    "--micro-batch-size 1 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
+    "--swiglu --disable-bias-linear --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --init-method-std 0.02 --lr 1e-4 "
+    "--lr-decay-style constant --tokenizer-type NullTokenizer --split 1 --log-interval 1 "
+    f"--eval-interval 1000 --eval-iters 0 --num-workers 0 --seed {SEED}"
+)
+UNFUSED = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-rope-fusion"
+)
+"""Where there is no TransformerEngine."""
+NUM_WINDOWS, WARM_UP = 4, 4
+
+
+def measure(results: Results) -> None:
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    if checkout is None:
+        results.put("obstacle", "MEGATRON_LM_PATH names no checkout of Megatron-LM")
+        return
+    results.figures.pop("obstacle", None)
+    fused = importlib.util.find_spec("transformer_engine") is not None
+    results.put("layers", "TransformerEngine's" if fused else "Megatron's own")
+    window, end, steps = (64, 127, 6) if results.tiny else (16384, 8191, 12)
+    folder = results.out / "launcher"
+    folder.mkdir(exist_ok=True)
+    prefixes = two_corpora(folder, window, seed=SEED, end=end)
+    flags = f"{SMALL if results.tiny else LARGE} {FLAGS} --vocab-size {end} --seq-length {window} "
+    flags += f"--max-position-embeddings {window} --global-batch-size {NUM_WINDOWS} "
+    flags += f"--train-iters {steps} " + ("" if fused else UNFUSED)
+    hardware = hardware_path(results.out)
+    for documents, packing in TINY_RUNS if results.tiny else RUNS:
+        if packing == ALONE and not fused:
+            continue  # attention that is not fused is nobody's baseline
+        if packing == ALONE:
+            own = f"--data-path {prefixes['alone']} --eod-mask-loss --data-cache-path cache"
+        else:
+            own = f"--data-path {prefixes['ours']}"
+            if documents == UNEVEN:
+                own = "--mock-data --wlb-mock-lengths reference"
+            own += f" --wlb-packing {packing} --wlb-metrics metrics.jsonl"
+            own += f" --wlb-hardware {hardware.absolute()}" if hardware.exists() else ""
+        command = [f"{checkout}/pretrain_gpt.py", *flags.split(), *own.split()]
+        results.once(f"{documents}, {packing}", lambda c=command: steps_of(folder, c))
+
+
+def steps_of(folder: Path, command: Sequence[str]) -> list[dict[str, float]]:
+    """What Megatron's log says of each step, and what our metrics do, if there are any.
+
+    Raises ``RuntimeError`` with the end of the output if the run fails.
+    """
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    program = ["-m", "megatron_wlb.launch"] if any("--wlb-" in word for word in command) else []
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [*start, *program, *command], capture_output=True, text=True, check=False, cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    )  # fmt: skip
+    print(done.stdout, done.stderr, flush=True)
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-1000:])
+    times = re.findall(r"elapsed time per iteration \(ms\): +([\d.]+)", done.stdout)
+    steps = [{"ms": float(ms)} for ms in times]
+    if metrics.exists():
+        for step, line in zip(steps, metrics.read_text().splitlines(), strict=True):
+            said = json.loads(line)
+            step |= {name: said[name] for name in ("predicted_ms", "tokens") if name in said}
+    return steps
+
+
+def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
+    del pictures
+    if "obstacle" in figures:
+        return [f"Not run: {figures['obstacle']}."]
+    rows = []
+    for key, steps in figures.items():
+        if key == "layers" or len(steps) <= WARM_UP:
+            continue
+        own = steps[WARM_UP:]
+        ms, tokens, predicted = (sum(s.get(n, 0) for s in own) for n in
+                                 ("ms", "tokens", "predicted_ms"))  # fmt: skip
+        ranged = f"{min(s['ms'] for s in own):,.0f}-{max(s['ms'] for s in own):,.0f}"
+        rows.append([key, f"{ms / len(own):,.0f}", ranged,
+                     f"{tokens / ms * 1e3:,.0f}" if tokens else "",
+                     f"{predicted / ms:.2f}" if predicted else ""])  # fmt: skip
+    columns = ["documents, packing", "ms a step", "range", "tokens a second",
+               "predicted over measured"]  # fmt: skip
+    return [
+        f"`pretrain_gpt.py` with 4 layers of 7B's size ({figures['layers']}), {NUM_WINDOWS} "
+        f"windows a step, by Megatron's clock, without the first {WARM_UP} steps. Whole windows "
+        "are the same work for all, so they show what a packing costs. With one pipeline stage and "
+        "one replica a packing has nothing to gain.",
+        "",
+        *table(columns, rows),
+    ]
