@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import product, takewhile
-from math import ceil, inf, sqrt
+from math import ceil, sqrt
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -44,7 +44,7 @@ from megatron_wlb.plan import Document, Span, Units
 from megatron_wlb.planning.chains import Chains
 from megatron_wlb.planning.planner import merged_multiple
 from megatron_wlb.planning.room import MemoryLimit
-from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
+from megatron_wlb.reading import MAX_COUNT, reading_state, real_number, whole_number
 
 FACTORS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Units that are tried, in micro-batches of plain training."""
@@ -53,8 +53,9 @@ ENOUGH_UNITS = 64
 in a 64th of the step then."""
 WORTH_MORE_UNITS = 0.01
 """Share of the step that more units must save: their kernels are smaller."""
-STEPS_A_SWEEP = 64
-"""Steps after which the number of units is chosen again."""
+FIRST_STEPS, STEPS_A_SWEEP = 8, 64
+"""The first steps each choose the number of units by all steps until then; later ones now and then.
+"""
 TOLERANCE = 0.05
 """Share of a unit by which a document, or the rest of one, may be heavier and is not cut."""
 SURE = 0.8
@@ -63,8 +64,6 @@ made up; with virtual stages real ones may need a tenth more."""
 WINDOWS = (8, 10, 12, 16)
 """Windows that are tried, as :attr:`Way.windows`, until one leaves enough room. Large ones let
 copies lag behind longer before passes wait for them."""
-WORST_SHARE = 0.1
-"""What each of the worst steps counts in the choice of a way, if micro-batches may wait there."""
 COPY_PRICE, LAG_PRICE = 0.05, 0.2
 """What of a copy's time to the host is a price, where units are chosen for it; and what of that by
 which it is longer than the forward, so that it lags behind."""
@@ -182,13 +181,13 @@ class Slicer:
         self._tried = [Way(number, divides) for number in ([num_units] if num_units else tried)]
         self._next_sweep = 0  # the first step in which the number is chosen again
         self._peaks_bytes: dict[Way, float] = {}
-        self._worst_us: dict[Way, float] = {}  # of all worst steps, where units may be hosted
         self._may_host = bool(memory and memory.host_bytes and costs.stages.host)
         self._memory, self._longest = memory, max((max(own) for own in worst), default=0)
         self._most_tokens = max(map(sum, worst), default=0)  # of steps that were looked at
         self._tight: set[Way] = set()  # with which something may be recomputed
         if memory is not None:
             self._keep_what_fits(memory, worst, may_divide=several and cache == "auto")
+        self._spent_us = dict.fromkeys(self._tried, 0.0)  # in the steps by which a way is chosen
         self.divided = self._tried[0].divided
         """Whether context-parallel ranks divide keys and values."""
         self.windows = self._tried[0].windows
@@ -245,7 +244,7 @@ class Slicer:
 
     def _look_at(self, way: Way, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
         """Notes what the worst steps need, and whether something must be recomputed for that."""
-        self._peaks_bytes[way] = self._worst_us[way] = 0.0
+        self._peaks_bytes[way] = 0.0
         for lengths in worst:
             documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
             # The first of replicas that run alike has the longest document of each chain.
@@ -258,8 +257,6 @@ class Slicer:
                 units = self._with_room(units)
                 peak_bytes = memory.peak_bytes(units[0])
             self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
-            if self._may_host:
-                self._worst_us[way] = self.simulated_us(units * self._alike) + self._worst_us[way]
 
     def alone(self, documents: Sequence[Document], num_units: int) -> Units:
         """The units of one replica that runs all of the documents, in about so many.
@@ -316,13 +313,16 @@ class Slicer:
             dealt = self._deal(self._heaviest_first(documents), merges=False)
             self.num_units, self.divided, self.windows = self._choose(dealt)
             # Steps in which no document arrives are left out, and a multiple may be one of them.
-            self._next_sweep = (step // STEPS_A_SWEEP + 1) * STEPS_A_SWEEP
+            sweep = (step // STEPS_A_SWEEP + 1) * STEPS_A_SWEEP
+            self._next_sweep = sweep if step + 1 >= FIRST_STEPS else step + 1
         return Way(self.num_units, self.divided, self.windows)
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, JSON-able."""
         chosen = {"num_units": self.num_units, "next_sweep": self._next_sweep}
-        more = {"divided": self.divided, "windows": self.windows}
+        more: dict[str, Any] = {"divided": self.divided, "windows": self.windows}
+        if len(self._tried) > 1:
+            more["spent_us"] = [[*way, us] for way, us in self._spent_us.items()]
         return chosen | {name: value for name, value in more.items() if value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -335,12 +335,18 @@ class Slicer:
             num_units, next_sweep = state.get("num_units"), state.get("next_sweep", 0)
             whole_number("num_units", 1 if num_units is None else num_units, 1)
             whole_number("next_sweep", next_sweep, 0, MAX_COUNT)
+            spent_us = {
+                Way(number, divided, windows): real_number("spent_us", us, 0)
+                for number, divided, windows, us in state.get("spent_us", [])
+            }
         self.num_units, (_, self.divided, self.windows) = self._given, self._tried[0]
         self._next_sweep = 0
         way = (num_units, state.get("divided", False), state.get("windows", 0))
         if way in self._tried:
             self.num_units, self.divided, self.windows = way
             self._next_sweep = next_sweep
+            if spent_us.keys() == self._spent_us.keys():
+                self._spent_us = spent_us
 
     def _heaviest_first(self, documents: Sequence[Document]) -> list[Timed]:
         in_order = sorted(documents, key=_IN_STREAM)
@@ -381,20 +387,15 @@ class Slicer:
         return _Dealt(alone, together, mean_us, max(loads)[1])
 
     def _choose(self, dealt: _Dealt) -> Way:
-        """The way in which a step is shortest, in simulation, or about so."""
-        steps_us = {way: self._step_us(dealt, way) for way in self._tried}
-        if any(way.windows for way in steps_us):
-            # This step may be a light one, in which copies hinder nobody.
-            totals_us = {
-                way: us + WORST_SHARE * self._worst_us[way] for way, us in steps_us.items()
-            }
-            best = min(totals_us, key=lambda way: totals_us[way])
-            without_us = totals_us.get(best._replace(windows=0), inf)
-            if best.windows and totals_us[best] < without_us:
-                return best
-        least_us = min(us for way, us in steps_us.items() if not way.windows)
-        limit_us = (1 + WORTH_MORE_UNITS) * least_us
-        return next(way for way, us in steps_us.items() if us <= limit_us and not way.windows)
+        """The first way in which this step and those looked at before are shortest, or about so."""
+        for way in self._tried:
+            self._spent_us[way] += self._step_us(dealt, way)
+        best = min(self._tried, key=self._spent_us.__getitem__)
+        if best.windows:
+            return best
+        limit_us = (1 + WORTH_MORE_UNITS) * self._spent_us[best]
+        within = (way for way in self._tried if self._spent_us[way] <= limit_us)
+        return next(way for way in within if not way.windows)
 
     def _step_us(self, dealt: _Dealt, way: Way) -> float:
         """Time of forwards and backwards, simulated, of the group with most work."""

@@ -50,17 +50,17 @@ PARTS = {
     for part in (
         Part("environment", "The machine", "GPU, clocks, driver; which attention kernels run, and "
              "why others do not", 60, needs_gpu=False),
-        Part("tests", "Tests on the GPU", "do the tests of `tests/gpu` pass?", 420),
+        Part("tests", "Tests on the GPU", "do the tests of `tests/gpu` pass?", 240),
         Part("kernels", "Attention kernels", "is each kernel right, and how fast are packed "
              "documents?", 240),
         Part("profile", "The profile", "the hardware file that planning and the simulator read "
              "(`wlb profile`)", 360),
         Part("context_parallel", "Context parallelism", "which sharding is faster, and does "
-             "`adaptive` choose it? (WLB-LLM, Figure 15)", 360, ("profile",)),
+             "`adaptive` choose it? (WLB-LLM, Figure 15)", 300, ("profile",)),
         Part("stage", "A stage", "do the cost and memory models say what one tensor-parallel "
              "rank's share of 7B and 70B takes?", 240),
         Part("launcher", "Steps of Megatron-LM", "what does `pretrain_gpt.py` take with each "
-             "packing, and was that predicted?", 300, ("profile",)),
+             "packing, and was that predicted?", 240, ("profile",)),
         Part("replay", "Whole steps", "what packings and shardings gain with these kernels "
              "(WLB-LLM, Figures 12-14)", 240, ("profile",), needs_gpu=False),
         Part("host", "The host", "does the host wait for the GPU, does the GPU wait for the host, "

@@ -22,7 +22,7 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run, Workload
-from megatron_wlb.planning.slicing import STEPS_A_SWEEP, TOLERANCE, Slicer
+from megatron_wlb.planning.slicing import FIRST_STEPS, STEPS_A_SWEEP, TOLERANCE, Slicer
 from megatron_wlb.simulator.step import Simulator
 
 COST = DocumentCost(1, 0.01, 2, 0.02)
@@ -156,6 +156,29 @@ def test_units_are_chosen_by_what_slices_take_with_the_keys_before_them():
     assert made.simulated_us([units]) == pytest.approx(whole_us)
 
 
+def test_units_are_chosen_by_all_steps_that_were_looked_at():
+    light, heavy = documents([300] * 8), documents([9000] * 3)
+    of_light, of_heavy = (slicer().settle(step, 0).num_units for step in (light, heavy))
+    assert of_light != of_heavy
+    heavy_first, light_first = slicer(), slicer()
+    assert heavy_first.settle(heavy, 0).num_units == of_heavy
+    # The light step alone would say otherwise.
+    assert heavy_first.settle(light, 1).num_units == of_heavy
+    assert light_first.settle(light, 0).num_units == of_light
+    for step in range(1, FIRST_STEPS):
+        chosen = light_first.settle(heavy, step).num_units
+    assert chosen == of_heavy
+    # From then on other steps are looked at now and then.
+    assert light_first.state_dict()["next_sweep"] == STEPS_A_SWEEP
+
+
+@pytest.mark.parametrize("spent_us", [[[4, False, 0]], [[4, 1.0]], [[4, False, 0, -1.0]], 3])
+def test_a_state_of_another_form_is_refused(spent_us):
+    state = slicer().state_dict() | {"spent_us": spent_us}
+    with pytest.raises(CheckpointError, match="not the state of a slicer"):
+        slicer().load_state_dict(state)
+
+
 def test_sweeps_are_at_the_same_steps_wherever_a_run_began():
     made = slicer()
     made.settle(documents([9000, 300]), STEPS_A_SWEEP + 6)
@@ -268,9 +291,8 @@ def test_the_number_of_units_is_chosen_now_and_then_and_resumes():
     for _ in stopped.plans(5):
         pass
     state = json.loads(json.dumps(stopped.state_dict()))
-    assert state["slicing"] == {
-        "num_units": len(plans[4].micro_batches[0]), "next_sweep": STEPS_A_SWEEP
-    }  # fmt: skip
+    slicing = state["slicing"]
+    assert slicing["num_units"] == len(plans[4].micro_batches[0]) and slicing["next_sweep"] == 5
     resumed = planner("slim", steps=STEPS_A_SWEEP + 10)
     resumed.load_state_dict(state)
     digests = [plan.digest for plan in resumed.plans(STEPS_A_SWEEP - 1)]
@@ -455,7 +477,7 @@ def test_a_resumed_run_keeps_to_a_lower_memory_limit() -> None:
     _, before = limited(1000.0)
     before.next_plan()
     state = json.loads(json.dumps(before.state_dict()))
-    state["slicing"]["num_units"] = 8
+    state["slicing"] |= {"num_units": 8, "next_sweep": STEPS_A_SWEEP}
     _, free = limited(1000.0)
     free.load_state_dict(state)
     free.next_plan()
@@ -484,7 +506,9 @@ def test_the_number_of_units_is_chosen_though_steps_are_left_out() -> None:
     made.slicing._choose = lambda dealt: (chosen_in.append(made.step), choose(dealt))[1]
     steps = [plan.step for plan in made.plans(120)]
     assert not {*range(0, 200, STEPS_A_SWEEP)} <= {*steps}
-    assert [step // STEPS_A_SWEEP for step in chosen_in[:4]] == [0, 1, 2, 3]
+    first = [step for step in steps if step < FIRST_STEPS]
+    assert chosen_in[: len(first)] == first
+    assert [step // STEPS_A_SWEEP for step in chosen_in[len(first) :][:3]] == [1, 2, 3]
 
 
 def test_steps_in_which_no_document_arrives_are_left_out() -> None:

@@ -149,3 +149,14 @@ def test_unknown_parts_are_refused_by_name(module: Any) -> None:
     # A machine that is lent for commands of ten minutes runs each part, and all in forty.
     assert max(one.limit_s for one in parts.PARTS.values()) < 600
     assert sum(one.limit_s for one in parts.PARTS.values()) <= 40 * 60
+
+
+def test_steps_of_the_launcher_are_told_without_the_first(module: Any) -> None:
+    launcher = module("launcher")
+    steps = [{"ms": 900.0, "predicted_ms": 1.0, "tokens": 1000}] * launcher.WARM_UP
+    steps += [{"ms": ms, "predicted_ms": 95.0, "tokens": 1000} for ms in (90.0, 110.0)]
+    alone = [{"ms": 50.0}] * (launcher.WARM_UP + 1)
+    figures = {"layers": "those of a test", "uneven documents, slim": steps}
+    rows = launcher.lines({**figures, "whole windows, Megatron alone": alone}, None)[-2:]
+    assert rows[0] == "| uneven documents, slim | 100 | 90-110 | 10,000 | 0.95 |"
+    assert rows[1] == "| whole windows, Megatron alone | 50 | 50-50 |  |  |"
