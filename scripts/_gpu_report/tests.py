@@ -16,6 +16,7 @@ from _gpu_report.results import Results
 TESTS = Path(__file__).parents[2] / "tests" / "gpu"
 PROCESSES = 4
 """Most tests wait for a run of their own, which waits for its imports."""
+MOST_LETTERS = 600
 NO_TESTS_LEFT = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
@@ -40,12 +41,13 @@ class Recorder:
 
 
 def _last_line(report: Any) -> str:
-    """Why it failed or was skipped, in a line."""
+    """Why it failed or was skipped, in a line: of a run's output the end says more."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(report.longrepr) if crash is None else crash.message
-    return " ".join(text.split())[:300]
+    text = " ".join(text.split())
+    return text if len(text) <= MOST_LETTERS else f"{text[:200]} … {text[200 - MOST_LETTERS :]}"
 
 
 def measure(results: Results) -> None:

@@ -25,7 +25,7 @@ RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
 NUM_STEPS = 6
 FLAGS = (
     "--wlb-device cuda --bf16 --transformer-impl transformer_engine --hidden-size 128 "
-    "--num-layers 2 --seq-length 512 --global-batch-size 4 --lr 0.003 --wlb-packing hold"
+    "--num-layers 2 --seq-length 512 --global-batch-size 4 --lr 0.001 --wlb-packing hold"
 )
 
 

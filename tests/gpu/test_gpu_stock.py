@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.whole_windows import two_corpora
+from helpers.whole_windows import flash_if_there, two_corpora
 
 ROOT = Path(__file__).parents[2]
 MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
@@ -33,10 +33,10 @@ LOCAL = (
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-rope-fusion"
 )
-FUSED = "--transformer-impl transformer_engine --bf16"
+FUSED = "--transformer-impl transformer_engine --bf16 --no-gradient-accumulation-fusion"
 ROUNDING = {LOCAL: 1e-5, f"{LOCAL} --bf16": 1.5e-3, FUSED: 1.5e-3}
 """Relative, of losses: on a CPU they are 1.5e-6 and 6e-4 apart, those of two steps 3e-3."""
-ALONE = "--eod-mask-loss --data-cache-path cache"
+ALONE = f"--eod-mask-loss --data-cache-path cache {flash_if_there()}"
 SLICES = "--wlb-packing slim --wlb-units 12"
 
 
