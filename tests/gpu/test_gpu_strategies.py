@@ -20,7 +20,7 @@ FLAGS = (
     "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
     "--tokenizer-type NullTokenizer --vocab-size 255 --mock-data --wlb-mock-lengths reference "
     "--eval-interval 100 --eval-iters 0 --transformer-impl transformer_engine "
-    "--make-vocab-size-divisible-by 128"
+    "--make-vocab-size-divisible-by 128 --no-gradient-accumulation-fusion"
 )
 
 
