@@ -68,7 +68,8 @@ def measure(results: Results) -> None:
             continue  # attention that is not fused is nobody's baseline
         if packing == ALONE:
             own = f"--data-path {prefixes['alone']} --eod-mask-loss --data-cache-path cache "
-            own += flash_if_there()
+            # Without the second its host builds a mask of the window's square.
+            own += f"{flash_if_there()} --no-create-attention-mask-in-dataloader"
         else:
             own = f"--data-path {prefixes['ours']}"
             if documents == UNEVEN:

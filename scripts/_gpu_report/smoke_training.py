@@ -36,6 +36,7 @@ def measure(results: Results) -> None:
         where.mkdir(exist_ok=True)
         for kind, (device, *more) in kinds.items():
             flags = ["--wlb-device", device, *more, "--wlb-packing", packing]
+            flags += ["--transformer-impl", "local"]  # whose weights have the CPU's names
             flags += ["--train-iters", str(steps), "--exit-interval", str(steps)]
             results.once(
                 f"{packing}, {kind}",
