@@ -233,7 +233,7 @@ def slowest_us(
     for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
         before = prefixes if plan.chains else None
-        times.append(stages.times_us(lengths, None, before, *_traits(rank)[:2]))
+        times.append(stages.times_us(lengths, None, before, *_traits(rank)))
         gaps.append(np.zeros(len(rank)))
     if (link := stages.host) is not None and plan.chains:
         units = [list(map(_unit, rank)) for rank in plan.micro_batches]

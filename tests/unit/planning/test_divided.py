@@ -17,7 +17,7 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing import Slicer
-from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.simulator.step import Simulator, slowest_us
 
 WINDOW = 131072
 REFERENCE = LengthSource.of_distribution("reference")
@@ -58,6 +58,9 @@ def test_divided_slices_need_less_memory_and_more_time(layout: Parallelism) -> N
     assert all(a.digest != b.digest for a, b in pairs)
     assert peak_gib(run, divided) < (0.6 if layout is CP8 else 0.95) * peak_gib(run, whole)
     assert total_us(run, whole) < total_us(run, divided) < 1.25 * total_us(run, whole)
+    for one, other in pairs:  # the log's prediction knows it, too
+        without, us = (slowest_us(plan, run.costs.stages, layout) for plan in (one, other))
+        assert without < us <= Simulator(run.costs, layout).step(other).step_us
 
 
 def test_auto_divides_where_that_is_faster_or_the_only_way() -> None:
