@@ -59,13 +59,18 @@ CASES: dict[str, dict[str, Any]] = {
     "attention, fast": {"attention_share": 0.5},
     "all overheads, low": {"kernel_us": 5.0, "launch_us": 5, "tp_overlap": 0.5},
     "all overheads, high": {"kernel_us": 15.0, "launch_us": 20, "tp_overlap": 0.9},
-}
-"""What is changed: flags of `wlb simulate`, or figures of the machine."""
+    "rates of one H100": {"hardware": "docs/gpu-h100/profile/hardware.yaml"},
+    "rates of one H100, N 4": {
+        "hardware": "docs/gpu-h100/profile/hardware.yaml", "num-micro-batches": 4,
+    },
+}  # fmt: skip
+"""What is changed: flags of `wlb simulate`, or figures of the machine, or all of these."""
 
 
 def simulated(changes: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[float]:
     """The gains of ``hold`` and ``slim``, over both baselines; NaN for what cannot run."""
-    content = dict(read_hardware(options.hardware)[1])
+    changes = {"hardware": options.hardware, **changes}
+    content = dict(read_hardware(changes.pop("hardware"))[1])
     figures = {name: value for name, value in changes.items() if name in content}
     for name, value in figures.items():
         content[name] = {"value": value, "source": "assumed: another"}
@@ -134,10 +139,12 @@ it. *overlapped* is stock with `--tp-comm-overlap`, which lengths that vary turn
 
 - **kernels**: what each kernel takes besides its work (`kernel_us`: 5, 10.3 and 15 µs). It was
   fitted to published runs; fitted to the other half of them it is 6.8 µs.
-- **host**: what a kernel takes the host to launch (`launch_us`: 5, 10, 20 and 100 µs). It was not
-  measured.
+- **host**: what a kernel takes the host to launch (`launch_us`: 5, 10, 20 and 100 µs). On
+  one H100 it was 15 to 17 ([gpu.md](gpu.md)).
 - **overlap of TP**: what matrix products hide of the collectives (`tp_overlap`: 0.5, 0.70, 0.9).
 - **attention**: the share of the peak that it reaches (`attention_share`: 0.3, 0.36, 0.5).
+- **rates of one H100**: all that `wlb profile` measured on one H100 with flash-attn 3, whose
+  attention reaches 0.65 of the peak and matrix products 0.79 ([gpu.md](gpu.md#the-profile)).
 """
 
 
