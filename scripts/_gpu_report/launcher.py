@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers.whole_windows import flash_if_there, two_corpora
+from helpers.pretrain import MEGATRON_LM, MISSING, flash_if_there, pretrain
+from helpers.whole_windows import two_corpora
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import hardware_path
 from _gpu_report.results import Results
 
-ROOT = Path(__file__).parents[2]
 SEED = 1234
 ALONE, UNEVEN, WHOLE = "Megatron alone", "uneven documents", "whole windows"
 RUNS = (
@@ -48,9 +45,8 @@ NUM_WINDOWS, WARM_UP = 4, 4
 
 
 def measure(results: Results) -> None:
-    checkout = os.environ.get("MEGATRON_LM_PATH")
-    if checkout is None:
-        results.put("obstacle", "MEGATRON_LM_PATH names no checkout of Megatron-LM")
+    if MEGATRON_LM is None:
+        results.put("obstacle", MISSING)
         return
     results.figures.pop("obstacle", None)
     fused = importlib.util.find_spec("transformer_engine") is not None
@@ -76,33 +72,20 @@ def measure(results: Results) -> None:
                 own = "--mock-data --wlb-mock-lengths reference"
             own += f" --wlb-packing {packing} --wlb-metrics metrics.jsonl"
             own += f" --wlb-hardware {hardware.absolute()}" if hardware.exists() else ""
-        command = [f"{checkout}/pretrain_gpt.py", *flags.split(), *own.split()]
-        results.once(f"{documents}, {packing}", lambda c=command: steps_of(folder, c))
+        results.once(f"{documents}, {packing}", lambda o=own: steps_of(folder, flags, o))
 
 
-def steps_of(folder: Path, command: Sequence[str]) -> list[dict[str, float]]:
-    """What Megatron's log says of each step, and what our metrics do, if there are any.
-
-    Raises ``RuntimeError`` with the end of the output if the run fails.
-    """
+def steps_of(folder: Path, *flags: str) -> list[dict[str, float]]:
+    """What Megatron's log says of each step, and what our metrics do, if there are any."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    program = ["-m", "megatron_wlb.launch"] if any("--wlb-" in word for word in command) else []
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [*start, *program, *command], capture_output=True, text=True, check=False, cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    )  # fmt: skip
-    print(done.stdout, done.stderr, flush=True)
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-1000:])
-    times = re.findall(r"elapsed time per iteration \(ms\): +([\d.]+)", done.stdout)
+    said = pretrain(folder, *flags)
+    times = re.findall(r"elapsed time per iteration \(ms\): +([\d.]+)", said)
     steps = [{"ms": float(ms)} for ms in times]
     if metrics.exists():
         for step, line in zip(steps, metrics.read_text().splitlines(), strict=True):
-            said = json.loads(line)
-            step |= {name: said[name] for name in ("predicted_ms", "tokens") if name in said}
+            found = json.loads(line)
+            step |= {name: found[name] for name in ("predicted_ms", "tokens") if name in found}
     return steps
 
 

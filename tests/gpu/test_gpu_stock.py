@@ -7,17 +7,13 @@ TransformerEngine.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.whole_windows import flash_if_there, two_corpora
+from helpers.pretrain import MEGATRON_LM, MISSING, flash_if_there, pretrain
+from helpers.whole_windows import two_corpora
 
-ROOT = Path(__file__).parents[2]
-MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
 WINDOW, SEED, END = 1024, 1234, 1023
 FLAGS = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --group-query-attention "
@@ -36,23 +32,14 @@ LOCAL = (
 FUSED = "--transformer-impl transformer_engine --bf16 --no-gradient-accumulation-fusion"
 ROUNDING = {LOCAL: 1e-5, f"{LOCAL} --bf16": 1.5e-3, FUSED: 1.5e-3}
 """Relative, of losses: on a CPU they are 1.5e-6 and 6e-4 apart, those of two steps 3e-3."""
-ALONE = f"--eod-mask-loss --data-cache-path cache {flash_if_there()}"
+ALONE = "--eod-mask-loss --data-cache-path cache"
 SLICES = "--wlb-packing slim --wlb-units 12"
 
 
 def losses(folder: Path, prefix: Path, *flags: str) -> list[float]:
-    """What Megatron's log says of each step, of a run with the launcher if ``flags`` ask for it."""
-    program = ["-m", "megatron_wlb.launch"] if "--wlb-packing" in " ".join(flags) else []
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "1", *program, f"{MEGATRON_LM}/pretrain_gpt.py"]
-    command += [*FLAGS.split(), "--data-path", str(prefix), *" ".join(flags).split()]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [float(word) for word in re.findall(r"\| lm loss: +(\S+)", done.stdout)]
+    """What Megatron's log says of each step."""
+    said = pretrain(folder, FLAGS, f"--data-path {prefix}", *flags)
+    return [float(word) for word in re.findall(r"\| lm loss: +(\S+)", said)]
 
 
 @pytest.mark.parametrize("packing", ["--wlb-packing hold", SLICES])
@@ -65,9 +52,10 @@ def test_gpu_trains_what_megatron_alone_does(
     if layers == FUSED:
         pytest.importorskip("transformer_engine.pytorch")
     if MEGATRON_LM is None:
-        pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
+        pytest.skip(MISSING)
     corpora = two_corpora(tmp_path, WINDOW, seed=SEED, end=END)
-    alone = losses(tmp_path, corpora["alone"], layers, ALONE)
+    flash = flash_if_there() if layers == FUSED else ""
+    alone = losses(tmp_path, corpora["alone"], layers, ALONE, flash)
     ours = losses(tmp_path, corpora["ours"], layers, packing)
     assert len(alone) == 3 and ours == pytest.approx(alone, rel=off)
     # Negative control: another step has another loss.

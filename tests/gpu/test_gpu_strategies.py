@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.pretrain import MEGATRON_LM, MISSING, pretrain
 
-ROOT = Path(__file__).parents[2]
-MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 "
     "--micro-batch-size 1 "
@@ -25,15 +21,7 @@ FLAGS = (
 
 
 def losses(folder: Path, num_gpus: int, name: str, *flags: str) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_gpus), "-m", "megatron_wlb.launch"]
-    command += [f"{MEGATRON_LM}/pretrain_gpt.py", *FLAGS.split(), "--wlb-metrics", name, *flags]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment, cwd=folder
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    pretrain(folder, FLAGS, f"--wlb-metrics {name}", *flags, num_gpus=num_gpus)
     return [json.loads(line)["loss"] for line in (folder / name).read_text().splitlines()]
 
 
@@ -43,17 +31,15 @@ def test_gpu_trains_strategies_as_it_does_one_layout(tmp_path: Path, precision: 
 
     pytest.importorskip("transformer_engine")
     if MEGATRON_LM is None:
-        pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
+        pytest.skip(MISSING)
     if precision and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
     num = min(torch.cuda.device_count(), 2)
     texts = ["tp1:2k"] if num == 1 else ["2*tp1:2k", "tp2:2k", "pp2:2k", "cp2:2k"]
     lines = [f"num_devices: {num}", f"devices_per_node: {num}", "strategies:"]
     (tmp_path / "strategies.yaml").write_text("\n".join([*lines, *(f"- {text}" for text in texts)]))
-    alone = losses(tmp_path, 1, "alone", "--wlb-packing", "slim", *precision.split())
-    unlike = losses(
-        tmp_path, num, "unlike", "--wlb-strategies", "strategies.yaml", *precision.split()
-    )
+    alone = losses(tmp_path, 1, "alone", "--wlb-packing slim", precision)
+    unlike = losses(tmp_path, num, "unlike", "--wlb-strategies strategies.yaml", precision)
     # Other micro-batches, layouts and orders of sums in bf16.
     assert unlike == pytest.approx(alone, abs=0.03)
     assert alone[-1] < alone[0] - 0.3

@@ -6,7 +6,6 @@ shuffling finds the next one. So both sides train the same windows in the same o
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,6 @@ from megatron_wlb.data.corpus import megatron_indexed_dataset
 from megatron_wlb.data.documents import DocumentStream
 
 NUM_DOCUMENTS = 16
-
-
-def flash_if_there() -> str:
-    """Megatron's flag for TransformerEngine's attention, which else is cuDNN's.
-
-    Where two copies of cuDNN are on the machine that may fail.
-    """
-    there = any(find_spec(name) for name in ("flash_attn", "flash_attn_3"))
-    return "--attention-backend flash" if there else ""
 
 
 def two_corpora(folder: Path, window: int, *, seed: int, end: int) -> dict[str, Path]:
