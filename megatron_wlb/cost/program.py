@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -13,10 +14,26 @@ from megatron_wlb.cost.slices import HOST, KINDS, UnitTable
 from megatron_wlb.cost.tape import Tape
 
 
+class UnitBytes:
+    """Bytes of the units of several programs in each kind of pass and chunk, whatever is
+    recomputed: worked out once, for all programs at once and for all ranks whose chunks are equal.
+    """
+
+    def __init__(self, model: MemoryModel, tables: Sequence[UnitTable]) -> None:
+        self._model, self._units = model, UnitTable.joined(tables)
+        self._stops = np.cumsum([0, *(len(table.num_tokens) for table in tables)])
+        self._known: dict[tuple[str, int, int], Floats] = {}
+
+    def __call__(self, at: int, kind: str, tape: Tape, what: int) -> Floats:
+        """What :meth:`.MemoryModel.unit_bytes` says of a table, if that is recomputed of each."""
+        if (name := (kind, id(tape), what)) not in self._known:
+            units = self._units._replace(recomputed=np.full_like(self._units.recomputed, what))
+            self._known[name] = self._model.unit_bytes(tape, kind, units)
+        return self._known[name][self._stops[at] : self._stops[at + 1]]
+
+
 class Program:
     """The actions of all pipeline ranks, and the bytes of each, whatever is recomputed.
-
-    What is asked for several times is worked out once, and for all ranks whose chunks are equal.
 
     Args:
         model: of the ranks' memory.
@@ -24,6 +41,7 @@ class Program:
         units: the micro-batches.
         kinds: what may be recomputed of them (:attr:`.Unit.recomputed`).
         window_bytes: of each window of hosted ones.
+        bytes_of: of the units' kinds of passes and chunks, if several programs share that.
     """
 
     def __init__(
@@ -33,6 +51,7 @@ class Program:
         units: UnitTable,
         kinds: Iterable[int] = (),
         window_bytes: float = 0.0,
+        bytes_of: Callable[[str, Tape, int], Floats] | None = None,
     ) -> None:
         p = model.parallelism
         self._model, self._units, self._window_bytes = model, units, window_bytes
@@ -42,7 +61,7 @@ class Program:
         self._in_transit = [
             model.sent_ahead_bytes(rank, own, units) for rank, own in enumerate(self._columns)
         ]
-        self._known: dict[tuple[str, int, int], Floats] = {}
+        self._bytes = bytes_of or partial(UnitBytes(model, [units]), 0)
         self._windows: dict[tuple[int, bytes], Floats] = {}
         """What both windows of a rank hold, by what is hosted."""
 
@@ -65,13 +84,6 @@ class Program:
             at = np.flatnonzero(again == what)
             rows[at] = self._bytes(kind, tape, what)[at]
         return rows
-
-    def _bytes(self, kind: str, tape: Tape, what: int) -> Floats:
-        """Bytes of the units in a kind of pass and chunk, if that is recomputed of each."""
-        if (name := (kind, id(tape), what)) not in self._known:
-            units = self._units._replace(recomputed=np.full_like(self._units.recomputed, what))
-            self._known[name] = self._model.unit_bytes(tape, kind, units)
-        return self._known[name]
 
     def saved(self, rank: int) -> Floats:
         """Bytes that units do not keep, by what is recomputed, ``[kinds, units, chunks]``."""

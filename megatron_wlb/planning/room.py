@@ -16,6 +16,7 @@ If the host has memory for it, micro-batches may wait there instead of being rec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.document import LEAST_US
 from megatron_wlb.cost.memory import GIB, Integers
-from megatron_wlb.cost.program import Program
+from megatron_wlb.cost.program import Program, UnitBytes
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import SLAB_BYTES
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Slice, Unit, UnitTable
@@ -87,20 +88,31 @@ class MemoryLimit(NamedTuple):
             for rank in range(self.model.parallelism.pp_size)
         )
 
-    def recomputed(self, units: Units, given: Sequence[int], prices_us: Floats) -> list[int]:
-        """What of units is to be recomputed, besides what is ``given``, for a step to fit.
-
-        ``prices_us`` ``[kinds, units]`` are what that takes, by :attr:`.Unit.recomputed`. Where a
-        step does not fit with all of it, all that helps is. Nothing is hosted where it does not fit
-        so.
-        """
-        again = np.array(given, dtype=np.int64)
-        ranks = range(self.model.parallelism.pp_size)
+    def programs(self, replicas: Sequence[Units]) -> list[Program]:
+        """What replicas hold, whatever of their units is recomputed."""
+        tables = [UnitTable.of(self.held(u, [0] * len(u.spans))) for u in replicas]
+        bytes_of = UnitBytes(self.model, tables)
         # Megatron cannot recompute MLPs with biases.
         kinds = [LAYERS] if self.model.shape.linear_bias else [MLPS, LAYERS]
-        kinds += [HOST] if units.window_bytes else []
-        table = UnitTable.of(self.held(units, [0] * len(again)))
-        program = Program(self.model, units.chains, table, kinds)
+        return [
+            Program(
+                self.model, units.chains, table, [*kinds, *([HOST] if units.window_bytes else [])],
+                bytes_of=partial(bytes_of, at),
+            )
+            for at, (units, table) in enumerate(zip(replicas, tables, strict=True))
+        ]  # fmt: skip
+
+    def recomputed(
+        self, program: Program, units: Units, given: Sequence[int], prices_us: Floats
+    ) -> list[int]:
+        """What of units is to be recomputed, besides what is ``given``, for a step to fit.
+
+        ``program`` is theirs, of :meth:`programs`. ``prices_us`` ``[kinds, units]`` are what that
+        takes, by :attr:`.Unit.recomputed`. Where a step does not fit with all of it, all that helps
+        is. Nothing is hosted where it does not fit so.
+        """
+        again, kinds = np.array(given, dtype=np.int64), program.kinds
+        ranks = range(self.model.parallelism.pp_size)
         left = [self.limit_bytes - self.model.state_bytes(rank).total for rank in ranks]
         hosted = np.zeros(len(again))
         if HOST in kinds:
@@ -128,7 +140,8 @@ class MemoryLimit(NamedTuple):
             program.peaks(rank, again).max(initial=0.0) > left[rank] for rank in ranks
         ):  # what waits in the host's memory is on the device while it runs
             without = [LAYERS if kind == HOST else kind for kind in given]
-            return self.recomputed(units._replace(window_bytes=0.0), without, prices_us)
+            units = units._replace(window_bytes=0.0)
+            return self.recomputed(self.programs([units])[0], units, without, prices_us)
         return [*again.tolist()]
 
     def held(self, units: Units, again: Sequence[int]) -> list[Unit]:

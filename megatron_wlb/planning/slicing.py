@@ -290,14 +290,15 @@ class Slicer:
             return [*replicas]
         together: dict[Span, int] = {}
         chosen = []
+        pairs = [*zip(self._memory.programs(replicas), replicas, strict=True)]
         for at in range(0, len(replicas), self._alike):
             group = replicas[at : at + self._alike]
             again = [0] * len(group[0].spans)
-            for units in group:
+            for program, units in pairs[at : at + self._alike]:
                 given = [*map(_both, again, _shared(units, together))]
-                again = self._memory.recomputed(units, given, self._again_us(units))
-                pairs = zip(units.spans, units.replicas, again, strict=True)
-                together |= {spans[0]: each for spans, ranks, each in pairs if ranks}
+                again = self._memory.recomputed(program, units, given, self._again_us(units))
+                rows = zip(units.spans, units.replicas, again, strict=True)
+                together |= {spans[0]: each for spans, ranks, each in rows if ranks}
             chosen += [again] * len(group)
         return [
             units._replace(recomputed=[*map(_both, again, _shared(units, together))])
