@@ -68,7 +68,8 @@ class Program:
     def peaks(self, rank: int, again: Integers) -> Floats:
         """The most alive while each of a rank's actions runs, if that is recomputed of units."""
         tapes = self._model.tapes[rank]
-        known = {(k, id(t)): self._rows(k, t, again) for k in "FB" for t in tapes}
+        alike = [(what, np.flatnonzero(again == what)) for what in {*again.tolist()}]
+        known = {(k, id(t)): self._rows(k, t, alike) for k in "FB" for t in tapes}
         beside, hosted = self._in_transit[rank], again == HOST
         if hosted.any():
             if (name := (rank, hosted.tobytes())) not in self._windows:
@@ -78,10 +79,10 @@ class Program:
             beside = beside + self._windows[name]
         return around(self._model.rows(rank, known)[self._columns[rank]], beside)[0]
 
-    def _rows(self, kind: str, tape: Tape, again: Integers) -> Floats:
-        rows = np.empty((len(again), 3))
-        for what in np.unique(again).tolist():
-            at = np.flatnonzero(again == what)
+    def _rows(self, kind: str, tape: Tape, alike: Sequence[tuple[int, Integers]]) -> Floats:
+        """Bytes of the units, if that is recomputed of those ``alike``."""
+        rows = np.empty((len(self._units.num_tokens), 3))
+        for what, at in alike:
             rows[at] = self._bytes(kind, tape, what)[at]
         return rows
 
