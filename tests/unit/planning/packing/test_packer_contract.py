@@ -358,8 +358,9 @@ def test_packer_streams_many_documents_in_flat_memory(name):
 def test_packer_takes_time_in_proportion_to_documents(name):
     """About: n log n; quadratic growth would make the large steps 256 times as long, not 16-20.
 
-    CPU time, the best of three runs in turn, so that other processes count little; they share
-    caches with this one, so bounds are three times what they should be (1 ms for 1,000 documents).
+    CPU time, the best of five runs in turn, so that other processes count little. They share caches
+    with this one, which `slowness` doesn't see: "hold, ahead" takes 1.8 us a document alone and
+    4.2 us beside a busy neighbour.
     """
 
     def us_per_document(num_micro_batches: int, num_steps: int) -> float:
@@ -376,7 +377,7 @@ def test_packer_takes_time_in_proportion_to_documents(name):
             given = arriving[min(step + packing.look_ahead + 1, len(arriving) - 1)]
         return (time.process_time() - start_s) / num_ran * 1e6
 
-    runs = [(us_per_document(16, 12), us_per_document(256, 3)) for _ in range(3)]
+    runs = [(us_per_document(16, 12), us_per_document(256, 3)) for _ in range(5)]
     small, large = map(min, zip(*runs, strict=True))
-    assert large <= 3 * slowness()
+    assert large <= 6 * slowness()
     assert large <= 3 * small
