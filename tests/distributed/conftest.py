@@ -11,6 +11,7 @@ from helpers.layouts import WORKLOAD, Differences, Layout, Oracle
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import scatter_for, train
 from helpers.shards import differences
+from helpers.workload import Workload
 
 from megatron_wlb.settings.megatron import ModelConfig
 
@@ -18,16 +19,18 @@ from megatron_wlb.settings.megatron import ModelConfig
 @pytest.fixture(scope="session")
 def oracle(gloo: GlooPool) -> Oracle:
     """The oracle's run for a case; one for all layouts of a model."""
-    runs: dict[ModelConfig, OracleRun] = {}
+    runs: dict[tuple[ModelConfig, int, Any], OracleRun] = {}
 
-    def run(case: Layout) -> OracleRun:
-        key = case.config.model
+    def run(case: Layout, plan_for: Any = scatter_for, workload: Workload = WORKLOAD) -> OracleRun:
+        # Losses of documents do not depend on the packing, but those of whole micro-batches do.
+        packing = (case, plan_for) if case.model == "moe-aux" else None
+        key = case.config.model, id(workload), packing
         if key not in runs:
             plans = [
-                scatter_for(case.config, WORKLOAD, case.world_size, step)
-                for step in range(len(WORKLOAD.steps))
+                plan_for(case.config, workload, case.world_size, step)
+                for step in range(len(workload.steps))
             ]
-            (runs[key],) = gloo.run(1, run_oracle, case.config, WORKLOAD, plans)
+            (runs[key],) = gloo.run(1, run_oracle, case.config, workload, plans)
         return runs[key]
 
     return run
@@ -37,9 +40,15 @@ def oracle(gloo: GlooPool) -> Oracle:
 def wrong(gloo: GlooPool, oracle: Oracle) -> Differences:
     """What differs from the oracle where ranks train a case, with a fault, on plans."""
 
-    def run(case: Layout, fault: Any = nullcontext, plan_for: Any = scatter_for) -> list[str]:
-        expected = oracle(case)
-        given = case.config, WORKLOAD, expected.initial, fault, plan_for
+    def run(
+        case: Layout,
+        fault: Any = nullcontext,
+        plan_for: Any = scatter_for,
+        workload: Workload = WORKLOAD,
+        train: Any = train,
+    ) -> list[str]:
+        expected = oracle(case, plan_for, workload)
+        given = case.config, workload, expected.initial, fault, plan_for
         return differences(expected, gloo.run(case.world_size, train, *given))
 
     return run

@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
-from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, WORKLOAD, Layout, Oracle, further
-from helpers.ranks import divided, half_recomputed, sliced_for, train
-from helpers.shards import differences
+from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, Differences, Layout, further
+from helpers.ranks import divided, half_recomputed, sliced_for
 from helpers.workload import Workload
 from test_merge import merged_for
 
@@ -58,30 +55,19 @@ def divided_and_merged_for(
     return divided(merged_for(config, workload, world_size, step))
 
 
-def runs_of(gloo, case: Layout, initial, fault=nullcontext, plan_for=divided_for):
-    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
-
-
 @pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
-def test_divided_slices_compute_what_one_process_does(
-    gloo: GlooPool, oracle: Oracle, case: Layout
-) -> None:
-    expected = oracle(case)
-    assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+def test_divided_slices_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, plan_for=divided_for) == []
 
 
 @pytest.mark.parametrize("case", [CP2, further(EP2)], ids=str)
-def test_divided_slices_are_recomputed(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
-    expected = oracle(case)
-    runs = runs_of(gloo, case, expected.initial, plan_for=recomputed_for)
-    assert differences(expected, runs) == []
+def test_divided_slices_are_recomputed(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, plan_for=recomputed_for) == []
 
 
-def test_ranks_together_divide_keys_and_values(gloo: GlooPool, oracle: Oracle) -> None:
+def test_ranks_together_divide_keys_and_values(wrong: Differences) -> None:
     case = Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS)
-    expected = oracle(case)
-    runs = runs_of(gloo, case, expected.initial, plan_for=divided_and_merged_for)
-    assert differences(expected, runs) == []
+    assert wrong(case, plan_for=divided_and_merged_for) == []
 
 
 # What must not pass.
@@ -110,11 +96,8 @@ def keep_rows_of_another_rank(runner) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fault", [without_what_others_give, keep_rows_of_another_rank])
-def test_wrong_shares_are_seen(
-    gloo: GlooPool, oracle: Oracle, fault: Callable[..., object]
-) -> None:
-    expected = oracle(CP2)
-    assert differences(expected, runs_of(gloo, CP2, expected.initial, fault)) != []
+def test_wrong_shares_are_seen(wrong: Differences, fault: Callable[..., object]) -> None:
+    assert wrong(CP2, fault, divided_for) != []
 
 
 def half_divided_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
@@ -127,6 +110,6 @@ def half_divided_for(config: Config, workload: Workload, world_size: int, step: 
     return dataclasses.replace(plan, micro_batches=tuple(ranks))
 
 
-def test_document_that_is_half_divided_is_refused(gloo: GlooPool, oracle: Oracle) -> None:
+def test_document_that_is_half_divided_is_refused(wrong: Differences) -> None:
     with pytest.raises(PlanError, match="are to be divided over 2 ranks, those before over 1"):
-        runs_of(gloo, CP2, oracle(CP2).initial, plan_for=half_divided_for)
+        wrong(CP2, plan_for=half_divided_for)

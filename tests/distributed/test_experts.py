@@ -14,16 +14,12 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Layout, further
-from helpers.oracle import OracleRun, run_oracle
-from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for, train
-from helpers.shards import differences
+from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Differences, Layout, further
+from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for
 from test_merge import merged_for
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.plan import StepPlan
-
-Compare = Callable[..., list[str]]
 
 ETP1 = "--expert-tensor-parallel-size 1"
 ETP2 = "--expert-tensor-parallel-size 2"
@@ -52,40 +48,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compare(gloo: GlooPool) -> Compare:
-    """How a layout's run differs from the oracle's."""
-    return _compare(gloo, scatter_for)
-
-
-@pytest.fixture(scope="module")
-def sliced(gloo: GlooPool) -> Compare:
-    """The same of slices."""
-    return _compare(gloo, sliced_for)
-
-
-def _compare(gloo: GlooPool, plan_for: Callable[..., StepPlan]) -> Compare:
-    known: dict[Any, OracleRun] = {}
-
-    def run(case: Layout, fault: Any = contextlib.nullcontext) -> list[str]:
-        plans = [
-            plan_for(case.config, WORKLOAD, case.world_size, step)
-            for step in range(len(WORKLOAD.steps))
-        ]
-        # Losses of documents do not depend on the packing.
-        key = case if case.model == "moe-aux" else case.model
-        if key not in known:
-            (known[key],) = gloo.run(1, run_oracle, case.config, WORKLOAD, plans)
-        initial = known[key].initial
-        runs = gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
-        return differences(known[key], runs)
-
-    return run
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_experts_compute_what_one_process_does(compare: Compare, case: Layout) -> None:
-    assert compare(case) == []
+def test_experts_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
+    assert wrong(case) == []
 
 
 @contextlib.contextmanager
@@ -96,8 +61,8 @@ def experts_again(runner: Any) -> Iterator[None]:
     yield
 
 
-def test_experts_that_are_computed_again_count_their_own_documents(compare: Compare) -> None:
-    assert compare(PP2, experts_again) == []
+def test_experts_that_are_computed_again_count_their_own_documents(wrong: Differences) -> None:
+    assert wrong(PP2, experts_again) == []
 
 
 # What must not pass.
@@ -157,63 +122,43 @@ def take_documents_for_one(runner: Any) -> Any:
     return with_tokens(runner, join)
 
 
-@pytest.mark.parametrize(
-    ("case", "fault"),
-    [
-        (EP2, megatron_s_own_routers),
-        (EP4, count_padding),
-        (EP2, divide_by_targets),
-        (EP2, take_documents_for_one),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_fault_of_experts_differs_from_the_oracle(
-    compare: Compare, case: Layout, fault: Any
-) -> None:
-    found = compare(case, fault)
-    assert any(line.startswith("step 0: gradient of") and "router" in line for line in found)
-    assert not any(line.startswith("step 0: loss") for line in found)  # in gradients only
-
-
-def test_documents_of_another_micro_batch_are_refused(compare: Compare) -> None:
+def test_documents_of_another_micro_batch_are_refused(wrong: Differences) -> None:
     with pytest.raises(PlanError, match=r"a router got .* tokens where the plan has"):
-        compare(PP2, megatron_s_own_recomputation)
+        wrong(PP2, megatron_s_own_recomputation)
 
 
-def run_unequal_numbers(config: Any) -> None:
-    runner = build_runner(config, WORKLOAD)
-    plan = scatter_for(config, WORKLOAD, 2, 0)
+def of_unequal_numbers(plan: StepPlan) -> StepPlan:
     fewer = (plan.micro_batches[0], plan.micro_batches[1][1:])
-    runner.run(dataclasses.replace(plan, micro_batches=fewer))
+    return dataclasses.replace(plan, micro_batches=fewer)
 
 
-def test_ranks_of_unequal_numbers_of_micro_batches_are_refused(gloo: GlooPool) -> None:
-    with pytest.raises(PlanError, match=r"have numbers of micro-batches \[\(3,\), \(2,\)\]"):
-        gloo.run(2, run_unequal_numbers, EP2.config)
+def of_other_chains(plan: StepPlan) -> StepPlan:
+    return dataclasses.replace(plan, chains=((1, 1, 1), (1, 2)))
 
 
-def run_slices(config: Any) -> None:
-    runner = build_runner(config, WORKLOAD)
-    plan = scatter_for(config, WORKLOAD, 2, 0)
-    runner.run(dataclasses.replace(plan, chains=((1, 1, 1), (1, 2))))
-
-
-def test_slices_in_another_order_are_refused_where_replicas_meet(gloo: GlooPool) -> None:
-    with pytest.raises(PlanError, match=r"meet in each pass, but have chains of micro-batches"):
-        gloo.run(2, run_slices, EP2.config)
-
-
-def run_unlike(config: Any) -> None:
-    runner = build_runner(config, WORKLOAD)
-    plan = sliced_for(config, WORKLOAD, 2, 0)
+def of_others_recomputed(plan: StepPlan) -> StepPlan:
     first, second = plan.micro_batches
     first = (dataclasses.replace(first[0], recomputed=True), *first[1:])
-    runner.run(dataclasses.replace(plan, micro_batches=(first, second)))
+    return dataclasses.replace(plan, micro_batches=(first, second))
 
 
-def test_other_recomputed_ones_are_refused_where_replicas_meet(gloo: GlooPool) -> None:
-    with pytest.raises(PlanError, match=r"but have recomputed ones of micro-batches \[\(True, "):
-        gloo.run(2, run_unlike, EP2.config)
+def run_changed(config: Any, plan_for: Any, change: Callable[[StepPlan], StepPlan]) -> None:
+    build_runner(config, WORKLOAD).run(change(plan_for(config, WORKLOAD, 2, 0)))
+
+
+@pytest.mark.parametrize(
+    ("plan_for", "change", "message"),
+    [
+        (scatter_for, of_unequal_numbers, r"have numbers of micro-batches \[\(3,\), \(2,\)\]"),
+        (scatter_for, of_other_chains, r"meet in each pass, but have chains of micro-batches"),
+        (sliced_for, of_others_recomputed, r"but have recomputed ones of micro-batches \[\(True, "),
+    ],
+)
+def test_plans_that_are_unlike_are_refused_where_replicas_meet(
+    gloo: GlooPool, plan_for: Any, change: Callable[[StepPlan], StepPlan], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        gloo.run(2, run_changed, EP2.config, plan_for, change)
 
 
 OVER_REPLICAS = Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL)
@@ -236,8 +181,8 @@ SLICED = [
 
 
 @pytest.mark.parametrize("case", SLICED, ids=str)
-def test_experts_of_slices_compute_what_one_process_does(sliced: Compare, case: Layout) -> None:
-    assert sliced(case) == []
+def test_experts_of_slices_compute_what_one_process_does(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, plan_for=sliced_for) == []
 
 
 ALONE = Layout("moe-seq", 1, dp=2)  # all experts in each replica
@@ -254,35 +199,17 @@ MERGED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def merged(gloo: GlooPool) -> Compare:
-    """The same of documents that several replicas run together."""
-    return _compare(gloo, merged_for)
-
-
 @pytest.mark.parametrize("case", MERGED, ids=str)
 def test_experts_of_replicas_together_compute_what_one_process_does(
-    merged: Compare, case: Layout
+    wrong: Differences, case: Layout
 ) -> None:
-    assert merged(case) == []
-
-
-def count_on_each_replica(runner: Any) -> Any:
-    """Routers count what their own replica's tokens of a document choose."""
-    return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, group=None))
-
-
-def test_documents_that_each_replica_counts_for_itself_differ_from_the_oracle(
-    merged: Compare,
-) -> None:
-    found = merged(ALONE, count_on_each_replica)
-    assert any(line.startswith("step 0: gradient of") and "router" in line for line in found)
-    assert not any(line.startswith("step 0: loss") for line in found)
+    assert wrong(case, plan_for=merged_for) == []
 
 
 @pytest.mark.long
-def test_experts_of_slices_are_computed_again(sliced: Compare) -> None:
-    assert sliced(Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1), experts_again) == []
+def test_experts_of_slices_are_computed_again(wrong: Differences) -> None:
+    case = Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1)
+    assert wrong(case, experts_again, sliced_for) == []
 
 
 @pytest.mark.parametrize(
@@ -295,18 +222,37 @@ def test_experts_of_slices_are_computed_again(sliced: Compare) -> None:
     ],
     ids=str,
 )
-def test_some_micro_batches_with_experts_are_recomputed(gloo: GlooPool, case: Layout) -> None:
-    assert _compare(gloo, recomputed_for)(case) == []
+def test_some_micro_batches_with_experts_are_recomputed(wrong: Differences, case: Layout) -> None:
+    assert wrong(case, plan_for=recomputed_for) == []
+
+
+def count_on_each_replica(runner: Any) -> Any:
+    """Routers count what their own replica's tokens of a document choose."""
+    return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, group=None))
 
 
 def take_slices_for_documents(runner: Any) -> Any:
     return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, cut=None))
 
 
-def test_a_slice_that_counts_alone_differs(sliced: Compare) -> None:
-    found = sliced(OVER_REPLICAS, take_slices_for_documents)
+@pytest.mark.parametrize(
+    ("case", "fault", "plan_for"),
+    [
+        (EP2, megatron_s_own_routers, scatter_for),
+        (EP4, count_padding, scatter_for),
+        (EP2, divide_by_targets, scatter_for),
+        (EP2, take_documents_for_one, scatter_for),
+        (ALONE, count_on_each_replica, merged_for),
+        (OVER_REPLICAS, take_slices_for_documents, sliced_for),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_fault_of_experts_differs_from_the_oracle(
+    wrong: Differences, case: Layout, fault: Any, plan_for: Any
+) -> None:
+    found = wrong(case, fault, plan_for)
     assert any(line.startswith("step 0: gradient of") and "router" in line for line in found)
-    assert not any(line.startswith("step 0: loss") for line in found)
+    assert not any(line.startswith("step 0: loss") for line in found)  # in gradients only
 
 
 def build_with_another_router(config: Any) -> None:

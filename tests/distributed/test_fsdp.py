@@ -7,11 +7,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, WORKLOAD, Layout, Oracle, further
+from helpers.layouts import FULL, HEAD_GROUPS, WORKLOAD, Differences, Layout, further
 from helpers.oracle import State
 from helpers.ranks import build_runner, load, scatter_for, sliced_for
-from helpers.shards import RankRun, differences
+from helpers.shards import RankRun
 from helpers.workload import Workload
 from test_merge import merged_for
 
@@ -28,14 +27,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sharded_weights_train_as_one_process_does(
-    gloo: GlooPool, oracle: Oracle, case: Layout
-) -> None:
-    expected = oracle(case)
+def test_sharded_weights_train_as_one_process_does(wrong: Differences, case: Layout) -> None:
     plan = scatter_for(case.config, WORKLOAD, case.world_size, 0)
     assert len({sum(m.num_targets for m in rank) for rank in plan.micro_batches}) > 1
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial)
-    assert differences(expected, runs) == []
+    assert wrong(case, "", train=train) == []
 
 
 FSDP2 = "--use-torch-fsdp2"
@@ -51,15 +46,13 @@ FSDP2 = "--use-torch-fsdp2"
 )
 @pytest.mark.parametrize("plan_for", [sliced_for, merged_for])
 def test_sharded_weights_train_on_slices_that_ranks_run_alike(
-    gloo: GlooPool, oracle: Oracle, case: Layout, plan_for: Callable[..., StepPlan]
+    wrong: Differences, case: Layout, plan_for: Callable[..., StepPlan]
 ) -> None:
-    expected = oracle(case)
     plan = plan_for(case.config, WORKLOAD, case.world_size, 0)
     first, second = ([m.num_targets for m in rank] for rank in plan.micro_batches)
     assert any(bool(one) != bool(other) for one, other in zip(first, second, strict=True))
     assert max(plan.chains[0]) > 1
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial, "", plan_for)
-    assert differences(expected, runs) == []
+    assert wrong(case, "", plan_for, train=train) == []
 
 
 FAULTS = {"mean of ranks": 0.5, "undivided": None}
@@ -67,20 +60,17 @@ FAULTS = {"mean of ranks": 0.5, "undivided": None}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_gradients_that_are_divided_otherwise_are_seen(
-    gloo: GlooPool, oracle: Oracle, fault: str
-) -> None:
-    expected = oracle(CASES[0])
-    runs = gloo.run(2, train, CASES[0].config, WORKLOAD, expected.initial, fault)
-    assert any("step 0: gradient of" in line for line in differences(expected, runs))
+def test_gradients_that_are_divided_otherwise_are_seen(wrong: Differences, fault: str) -> None:
+    found = wrong(CASES[0], fault, train=train)
+    assert any("step 0: gradient of" in line for line in found)
 
 
 def train(
     config: Config,
     workload: Workload,
     initial: State,
-    fault: str = "",
-    plan_for: Callable[[Config, Workload, int, int], StepPlan] = scatter_for,
+    fault: str,
+    plan_for: Callable[[Config, Workload, int, int], StepPlan],
 ) -> RankRun:
     """Does what :func:`helpers.ranks.train` does, under the wrapper that Megatron-LM's loop has."""
     import torch

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, GATHER, KEEP, SELECTIVE, Layout, further
-from helpers.oracle import OracleRun, run_oracle
-from helpers.ranks import scatter_for, sliced_for, train
-from helpers.shards import differences
+from helpers.layouts import FULL, GATHER, KEEP, SELECTIVE, Differences, Layout, further
+from helpers.ranks import scatter_for, sliced_for
 from helpers.workload import make_workload
 
 from megatron_wlb.errors import ConfigError
@@ -26,21 +24,6 @@ FEW = "--num-layers 2"
 FEW_KEPT = f"{FEW} {KEEP}"
 CP2 = Layout("latent-yarn", 3, cp=2, sharding="per-document", extra=f"{FEW} {GATHER}")
 TP2 = Layout("latent-yarn", 2, tp="2", extra=FEW)
-
-Expected = Callable[[Layout], OracleRun]
-
-
-@pytest.fixture(scope="module")
-def expected(gloo: GlooPool) -> Expected:
-    """One process's run of a case's model."""
-    runs: dict[str, OracleRun] = {}
-
-    def run(case: Layout) -> OracleRun:
-        if case.model not in runs:
-            (runs[case.model],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
-        return runs[case.model]
-
-    return run
 
 
 @contextlib.contextmanager
@@ -79,13 +62,9 @@ def projecting_again(runner: Any) -> Iterator[None]:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_latents_compute_what_one_process_does(
-    gloo: GlooPool, expected: Expected, case: Layout, change: Any, plan_for: Any
+    wrong: Differences, case: Layout, change: Any, plan_for: Any
 ) -> None:
-    right = expected(case)
-    change = change or contextlib.nullcontext
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, right.initial, change, plan_for)
-    found = differences(right, runs)
-    assert not found, "\n".join(found[:20])
+    assert wrong(case, change or contextlib.nullcontext, plan_for, WORKLOAD) == []
 
 
 # What must not pass.
@@ -146,11 +125,9 @@ def add_up_norms(runner: Any) -> Any:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_fault_with_latents_differs_from_the_oracle(
-    gloo: GlooPool, expected: Expected, case: Layout, fault: Any
+    wrong: Differences, case: Layout, fault: Any
 ) -> None:
-    right = expected(case)
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, right.initial, fault)
-    found = differences(right, runs)
+    found = wrong(case, fault, workload=WORKLOAD)
     assert any(line.startswith("step 0: gradient of") for line in found)
     in_the_loss = any(line.startswith("step 0: loss") for line in found)
     assert in_the_loss == (case is CP2)

@@ -28,6 +28,7 @@ from helpers.layouts import (
 )
 from helpers.ranks import build_runner, half_recomputed, num_alike
 from helpers.workload import Workload, run_alike, slice_up
+from test_oracle import dividing_by
 
 from megatron_wlb.cost.slices import HOST
 from megatron_wlb.errors import PlanError
@@ -184,14 +185,9 @@ def reduce_nothing(runner) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def count_targets_on_each_rank(runner) -> Iterator[None]:
+def count_targets_on_each_rank(runner):
     """Targets count on both ranks that run them together."""
-    from megatron_wlb.runtime.stepping import step
-
-    right = step._divided_by
-    with mock.patch.object(step, "_divided_by", lambda n, config: right(2 * n, config)):
-        yield
+    return dividing_by(lambda num_targets: 2 * num_targets)
 
 
 @pytest.mark.parametrize(

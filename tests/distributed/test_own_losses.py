@@ -13,11 +13,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from helpers.gloo import GlooPool
-from helpers.layouts import NUM_STEPS, SHARDED, WORKLOAD, Layout, further
-from helpers.oracle import run_oracle
-from helpers.ranks import scatter_for, sliced_for, train
-from helpers.shards import differences
+from helpers.layouts import SHARDED, WORKLOAD, Differences, Layout, further
+from helpers.ranks import scatter_for, sliced_for
 
 TWO = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
 
@@ -37,34 +34,23 @@ def clipped(log_probs: Any, samples: Any, positions: Any) -> Any:
 
 
 OWN = dataclasses.replace(WORKLOAD.masked(seed=5), loss=clipped)
-WHOLE = [
-    Layout("mixed", 4, dp=2, extra=f"{TWO} {SHARDED}"),
-    Layout("llama", 4, pp=2, vpp=2, cp=2, sharding="per-document"),
-    Layout("moe-seq", 3, pp=2, tp="2sp"),
-]
-SLICED = [
-    Layout("mixed", 3, pp=2, extra=TWO),
-    Layout("llama", 3, dp=2, cp=2),
-    further(Layout("moe-aux", 4, pp=2, vpp=2)),
+CASES = [
+    (Layout("mixed", 4, dp=2, extra=f"{TWO} {SHARDED}"), scatter_for),
+    (Layout("llama", 4, pp=2, vpp=2, cp=2, sharding="per-document"), scatter_for),
+    (Layout("moe-seq", 3, pp=2, tp="2sp"), scatter_for),
+    (Layout("mixed", 3, pp=2, extra=TWO), sliced_for),
+    (Layout("llama", 3, dp=2, cp=2), sliced_for),
+    further(Layout("moe-aux", 4, pp=2, vpp=2), sliced_for),
 ]
 
 
-def compared(gloo: GlooPool, case: Layout, plan_for, *fault) -> list[str]:
-    plans = [plan_for(case.config, OWN, case.world_size, step) for step in range(NUM_STEPS)]
-    (expected,) = gloo.run(1, run_oracle, case.config, OWN, plans)
-    options = (*(fault or (contextlib.nullcontext,)), plan_for)
-    runs = gloo.run(case.world_size, train, case.config, OWN, expected.initial, *options)
-    return differences(expected, runs)
-
-
-@pytest.mark.parametrize("case", WHOLE, ids=str)
-def test_a_loss_of_ones_own_is_what_one_process_computes(gloo: GlooPool, case: Layout) -> None:
-    assert compared(gloo, case, scatter_for) == []
-
-
-@pytest.mark.parametrize("case", SLICED, ids=str)
-def test_over_slices_it_is_what_one_process_computes(gloo: GlooPool, case: Layout) -> None:
-    assert compared(gloo, case, sliced_for) == []
+@pytest.mark.parametrize(
+    ("case", "plan_for"), CASES, ids=lambda given: getattr(given, "__name__", str(given))
+)
+def test_a_loss_of_ones_own_is_what_one_process_computes(
+    wrong: Differences, case: Layout, plan_for
+) -> None:
+    assert wrong(case, plan_for=plan_for, workload=OWN) == []
 
 
 @contextlib.contextmanager
@@ -95,7 +81,6 @@ def cross_entropy(runner) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fault", [a_place_further, of_another_sample, cross_entropy])
-def test_fault_in_a_loss_of_ones_own_differs_from_the_oracle(gloo: GlooPool, fault) -> None:
-    case = dataclasses.replace(SLICED[1], dp=1, cp=1)
-    found = compared(gloo, case, sliced_for, fault)
+def test_fault_in_a_loss_of_ones_own_differs_from_the_oracle(wrong: Differences, fault) -> None:
+    found = wrong(Layout("llama", 3), fault, sliced_for, OWN)
     assert any(line.startswith("step 0: gradient of") for line in found)

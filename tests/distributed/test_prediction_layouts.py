@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from helpers.layouts import FULL, SHARDED, Differences, Layout, Oracle, further
 from helpers.ranks import sliced_for
+from test_oracle import broken_batches
 
 ONE = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
 TWO = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
@@ -54,13 +55,10 @@ def test_prediction_in_slices_computes_what_one_process_does(
     assert wrong(case, NO_FAULT, sliced_for) == []
 
 
-@contextlib.contextmanager
-def shift_across_documents(runner) -> Iterator[None]:
+def shift_across_documents(runner):
     """Tokens and labels of depth 1 are those of the next row, whatever document that is of."""
-    finish = runner.batches.finish
 
-    def rolled(made):
-        batch = finish(made)
+    def rolled(batch):
         ahead = batch.ahead
         tokens, labels = ahead.tokens, ahead.labels
         ahead = dataclasses.replace(
@@ -71,8 +69,7 @@ def shift_across_documents(runner) -> Iterator[None]:
         )
         return dataclasses.replace(batch, ahead=ahead)
 
-    with mock.patch.object(runner.batches, "finish", rolled):
-        yield
+    return broken_batches(runner, rolled)
 
 
 @contextlib.contextmanager

@@ -12,25 +12,14 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-from helpers.gloo import GlooPool
-from helpers.layouts import NUM_STEPS, SHARDED, WORKLOAD, Layout, further
-from helpers.oracle import OracleRun, run_oracle
-from helpers.ranks import scatter_for, sliced_for, train
-from helpers.shards import differences
+from helpers.layouts import NUM_STEPS, SHARDED, WORKLOAD, Differences, Layout, further
+from helpers.ranks import sliced_for
 from helpers.workload import Workload
+from test_oracle import dividing_by
 
 MASKED = WORKLOAD.masked(seed=3)
 BY_SAMPLE = WORKLOAD.masked(seed=4, by_sample=True)
 TWO = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
-NO_FAULT = contextlib.nullcontext
-
-
-def expected_of(
-    gloo: GlooPool, case: Layout, workload: Workload, plan_for=scatter_for
-) -> OracleRun:
-    plans = [plan_for(case.config, workload, case.world_size, step) for step in range(NUM_STEPS)]
-    (run,) = gloo.run(1, run_oracle, case.config, workload, plans)
-    return run
 
 
 WHOLE = [
@@ -51,25 +40,19 @@ SLICED = [
 @pytest.mark.parametrize("workload", [MASKED, further(BY_SAMPLE)], ids=["by token", "by sample"])
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_masked_documents_compute_what_one_process_does(
-    gloo: GlooPool, case: Layout, workload: Workload
+    wrong: Differences, case: Layout, workload: Workload
 ) -> None:
-    expected = expected_of(gloo, case, workload)
-    runs = gloo.run(case.world_size, train, case.config, workload, expected.initial)
-    assert differences(expected, runs) == []
+    assert wrong(case, workload=workload) == []
 
 
 @pytest.mark.parametrize("workload", [MASKED, BY_SAMPLE], ids=["by token", "by sample"])
 @pytest.mark.parametrize("case", SLICED, ids=str)
 def test_slices_of_masked_documents_compute_what_one_process_does(
-    gloo: GlooPool, case: Layout, workload: Workload
+    wrong: Differences, case: Layout, workload: Workload
 ) -> None:
-    expected = expected_of(gloo, case, workload, sliced_for)
     plans = [sliced_for(case.config, workload, case.world_size, step) for step in range(NUM_STEPS)]
     assert any(not span.num_targets for plan in plans for m in plan for span in m.spans)
-    runs = gloo.run(
-        case.world_size, train, case.config, workload, expected.initial, NO_FAULT, sliced_for
-    )
-    assert differences(expected, runs) == []
+    assert wrong(case, plan_for=sliced_for, workload=workload) == []
 
 
 def test_plans_count_what_the_masks_do() -> None:
@@ -109,17 +92,10 @@ def every_token(runner) -> Iterator[None]:
 @contextlib.contextmanager
 def by_all_labels(runner) -> Iterator[None]:
     """Divides by all tokens with a label."""
-    from megatron_wlb.runtime.stepping import step
-
-    right = step._divided_by
     run = runner.run_schedule
 
     def counted(plan, *args, **options):
-        num_labels = sum(d.num_labels for d in plan.documents)
-        divided = mock.patch.object(
-            step, "_divided_by", lambda n, config: right(num_labels, config)
-        )
-        with divided:
+        with dividing_by(lambda _: sum(d.num_labels for d in plan.documents)):
             return run(plan, *args, **options)
 
     with mock.patch.object(runner, "run_schedule", counted):
@@ -127,8 +103,6 @@ def by_all_labels(runner) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fault", [by_one, every_token, by_all_labels])
-def test_fault_in_targets_differs_from_the_oracle(gloo: GlooPool, fault) -> None:
-    case = dataclasses.replace(WHOLE[0], dp=1)
-    expected = expected_of(gloo, case, MASKED)
-    runs = gloo.run(1, train, case.config, MASKED, expected.initial, fault)
-    assert any(line.startswith("step 0: gradient of") for line in differences(expected, runs))
+def test_fault_in_targets_differs_from_the_oracle(wrong: Differences, fault) -> None:
+    found = wrong(dataclasses.replace(WHOLE[0], dp=1), fault, workload=MASKED)
+    assert any(line.startswith("step 0: gradient of") for line in found)

@@ -145,8 +145,8 @@ class Layout:
         return parse(flags)
 
 
-Oracle: TypeAlias = Callable[[Layout], OracleRun]
-"""One process's run of a case's model."""
+Oracle: TypeAlias = Callable[..., OracleRun]
+"""One process's run of a case's model, of plans, on a workload."""
 Differences: TypeAlias = Callable[..., list[str]]
 """What differs from it: of a case, a fault, and what makes plans."""
 
