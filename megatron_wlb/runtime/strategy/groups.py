@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,13 +16,26 @@ from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.runtime.stepping.executor import Links
 
-_ALONE = "DATA_PARALLEL_GROUP"
-_TP = "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP"
-_CP = "CONTEXT_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
-_TP_CP = "TENSOR_AND_CONTEXT_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
-_TP_PP = "MODEL_PARALLEL_GROUP"
-_EDP = "EXPERT_DATA_PARALLEL_GROUP INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
-"""Megatron's names of the groups of a replica, whose data-parallel ranks are one, by axes."""
+_GROUPS = {
+    (): "DATA_PARALLEL_GROUP",
+    (2,): "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP",
+    (1,): "CONTEXT_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP "
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    (1, 2): "TENSOR_AND_CONTEXT_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+    (0, 2): "MODEL_PARALLEL_GROUP",
+    (0,): "PIPELINE_MODEL_PARALLEL_GROUP",
+}
+"""Megatron's names of the groups of a replica, whose data-parallel ranks are one, by axes of
+``[PP, CP, TP]``."""
+
+_EXPERT_GROUPS = {
+    (3,): "EXPERT_TENSOR_PARALLEL_GROUP",
+    (2,): "EXPERT_MODEL_PARALLEL_GROUP",
+    (2, 3): "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+    (0, 2, 3): "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    (1,): "EXPERT_DATA_PARALLEL_GROUP INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+}
+"""Those of its experts, by axes of ``[PP, EDP, EP, ETP]``."""
 
 _RANKS = {
     "DATA_PARALLEL_GLOBAL_RANKS": "DATA_PARALLEL_GROUP",
@@ -77,36 +91,17 @@ class GroupOpener:
         """Opens the groups of a replica, whose experts are divided over ``ep_size`` ranks and each
         over ``etp_size``; None on ranks that are not in it.
         """
-        # [PP, CP, TP]
         grid = np.array(ranks).reshape(scheme.pp_size, scheme.cp_size, scheme.tp_size)
-        stages, inner = np.arange(scheme.pp_size), grid[0].size
-        own: dict[str, Any] = dict.fromkeys(_ALONE.split(), self._mine(grid.reshape(-1, 1)))
-        own |= dict.fromkeys(_TP.split(), self._mine(grid.reshape(-1, scheme.tp_size)))
-        own |= dict.fromkeys(
-            _CP.split(), self._mine(grid.transpose(0, 2, 1).reshape(-1, scheme.cp_size))
-        )
-        own |= dict.fromkeys(_TP_CP.split(), self._mine(grid.reshape(-1, inner)))
-        own |= dict.fromkeys(
-            _TP_PP.split(),
-            self._mine(grid.transpose(1, 0, 2).reshape(scheme.cp_size, -1)),
-        )
-        # [PP, EDP, EP, ETP]: TP's ranks are neighbours in both
+        # TP's ranks are neighbours in both.
         experts = grid.reshape(scheme.pp_size, -1, ep_size, etp_size)
-        for name, axes in {
-            "EXPERT_TENSOR_PARALLEL_GROUP": (3,),
-            "EXPERT_MODEL_PARALLEL_GROUP": (2,),
-            "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": (2, 3),
-            "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": (0, 2, 3),
-            **dict.fromkeys(_EDP.split(), (1,)),
-        }.items():
-            others = [axis for axis in range(4) if axis not in axes]
-            size = int(np.prod([experts.shape[axis] for axis in axes]))
-            own[name] = self._mine(experts.transpose(*others, *axes).reshape(-1, size))
-        pipelines = grid.reshape(scheme.pp_size, inner).T
-        own["PIPELINE_MODEL_PARALLEL_GROUP"] = self._mine(pipelines)
+        own: dict[str, Any] = {}
+        for of, names_by_axes in ((grid, _GROUPS), (experts, _EXPERT_GROUPS)):
+            for axes, names in names_by_axes.items():
+                own |= dict.fromkeys(names.split(), self._mine(_along(of, axes)))
+        pipelines = _along(grid, (0,))
         num_more = Links.num_more(scheme.pp_size, scheme.vpp_size) if scheme.sliced else 0
         more = [self._mine(pipelines, anew=True) for _ in range(num_more)]
-        own["EMBEDDING_GROUP"] = self._mine(pipelines[:, np.unique(stages[[0, -1]])])
+        own["EMBEDDING_GROUP"] = self._mine(pipelines[:, sorted({0, scheme.pp_size - 1})])
         own["POSITION_EMBEDDING_GROUP"] = self._mine(pipelines[:, :1])
         if dist.get_rank() not in ranks:
             return None
@@ -135,3 +130,10 @@ class GroupOpener:
             if dist.get_rank() in ranks:
                 own = self._known[ranks]
         return own
+
+
+def _along(grid: Any, axes: tuple[int, ...]) -> Any:
+    """The ranks of a grid in lists that go along ``axes``: ``[lists, ranks]``."""
+    others = [axis for axis in range(grid.ndim) if axis not in axes]
+    size = math.prod(grid.shape[axis] for axis in axes)
+    return grid.transpose(*others, *axes).reshape(-1, size)
