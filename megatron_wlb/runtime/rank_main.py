@@ -51,7 +51,6 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
     rank = int(os.environ.get("RANK", "0"))
     if set_up_logs:
         _set_up_logs(rank)
-    where = f" (rank {rank})" if rank else ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         watch = threading.Thread(
             target=_end_as_orphan, args=(os.getppid(),), name="orphan-watch", daemon=True
@@ -66,7 +65,7 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
         if rank:
             _await_end(OTHER_RANK_S)
         _is_first_to_tell()
-        _tell(error, where)
+        _tell(error)
         return error.exit_code
     except Exception as error:
         if os.environ.get("WLB_TRACEBACK") == "1" or not watchdog.lost_peer(error):
@@ -80,7 +79,7 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
         if not _is_first_to_tell():
             # Another rank has said why. torchrun ends this one as soon as it notices.
             _await_end(LOST_PEER_S)
-        _tell(lost, where)
+        _tell(lost)
         return lost.exit_code
     except KeyboardInterrupt:
         return interrupted() if not rank else 128 + signal.SIGINT  # told once
@@ -104,9 +103,8 @@ def _is_first_to_tell() -> bool:
 
 def end(error: WLBError) -> None:
     """Tells the error and ends this process and those that it started, whatever it waits for."""
-    rank = int(os.environ.get("RANK", "0"))
     with contextlib.suppress(OSError):
-        _tell(error, f" (rank {rank})" if rank else "")
+        _tell(error)
         sys.stderr.flush()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -133,9 +131,10 @@ def _end_as_orphan(torchrun: int) -> None:
     end(WLBError(f"torchrun (process {torchrun}) is gone, so this ends too"))
 
 
-def _tell(error: WLBError, where: str) -> None:
+def _tell(error: WLBError) -> None:
     """Tells the error on stderr and to torchrun, whose report then says it, not how to trace it."""
-    report = error.report(where)
+    rank = int(os.environ.get("RANK", "0"))
+    report = error.report(f" (rank {rank})" if rank else "")
     sys.stderr.write(report)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
