@@ -31,7 +31,7 @@ from helpers.layouts import (
     Oracle,
     further,
 )
-from helpers.oracle import OracleRun, State, run_oracle
+from helpers.oracle import OracleRun, State
 from helpers.ranks import (
     build_runner,
     half_recomputed,
@@ -40,10 +40,10 @@ from helpers.ranks import (
     sliced_for,
     train,
 )
-from helpers.shards import RankRun, differences
+from helpers.shards import RankRun
 
 from megatron_wlb.cost.schedule.order import Action, one_f_one_b
-from megatron_wlb.cost.slices import LAYERS, MLPS
+from megatron_wlb.cost.slices import MLPS
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
 
@@ -76,8 +76,8 @@ FURTHER = [
 ]
 
 
-def runs_of(gloo, case: Layout, initial: State, fault=nullcontext, plan_for=sliced_for):
-    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
+def runs_of(gloo, case: Layout, initial: State, plan_for=sliced_for):
+    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, nullcontext, plan_for)
 
 
 @pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
@@ -86,25 +86,32 @@ def test_slices_compute_what_one_process_does(wrong: Differences, case: Layout) 
 
 
 @contextlib.contextmanager
+def counting(runner, kind, method: str, number: Callable[[int, int], int]) -> Iterator[None]:
+    """Asserts how often a method runs in each step: ``number`` of micro-batches, and of those that
+    are computed again.
+    """
+    run_schedule, right = runner.run_schedule, getattr(kind, method)
+
+    def counted(plan, *args, forward_only, **options):
+        own = plan.micro_batches[runner.model.groups.dp.rank()]
+        again = sum(m.recomputed > 0 for m in own)
+        with mock.patch.object(kind, method, autospec=True, side_effect=right) as run:
+            reports = run_schedule(plan, *args, forward_only=forward_only, **options)
+        assert run.call_count == number(len(own), 0 if forward_only else again)
+        assert again
+        return reports
+
+    with mock.patch.object(runner, "run_schedule", counted):
+        yield
+
+
+@contextlib.contextmanager
 def with_some_recomputed(runner) -> Iterator[None]:
     """Asserts that blocks recompute the micro-batches that are to be, and no others."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    run_schedule, again = runner.run_schedule, TransformerBlock._checkpointed_forward
-
-    def counted(plan, *args, forward_only, **options):
-        expected = sum(
-            m.recomputed == LAYERS for m in plan.micro_batches[runner.model.groups.dp.rank()]
-        )
-        with mock.patch.object(
-            TransformerBlock, "_checkpointed_forward", autospec=True, side_effect=again
-        ) as run:
-            reports = run_schedule(plan, *args, forward_only=forward_only, **options)
-        num = 0 if forward_only else expected * len(runner.model.chunks)
-        assert (run.call_count, expected > 0) == (num, True)
-        return reports
-
-    with mock.patch.object(runner, "run_schedule", counted):
+    num_chunks = len(runner.model.chunks)
+    with counting(runner, TransformerBlock, "_checkpointed_forward", lambda _, n: n * num_chunks):
         yield
     assert all(gpt.config.recompute_granularity is None for gpt in runner.model.gpts)
 
@@ -130,25 +137,12 @@ def mlps_recomputed_for(config, workload, world_size: int, step: int) -> StepPla
     return half_recomputed(sliced_for(config, workload, world_size, step), MLPS)
 
 
-@contextlib.contextmanager
-def with_some_mlps_recomputed(runner) -> Iterator[None]:
+def with_some_mlps_recomputed(runner):
     """Asserts that the MLPs of the micro-batches that are to be are run again, and no others."""
     from megatron.core.transformer.mlp import MLP
 
-    run_schedule, forward = runner.run_schedule, MLP.forward
     num_layers = sum(len(gpt.decoder.layers) for gpt in runner.model.gpts)
-
-    def counted(plan, *args, forward_only, **options):
-        own = plan.micro_batches[runner.model.groups.dp.rank()]
-        with mock.patch.object(MLP, "forward", autospec=True, side_effect=forward) as run:
-            reports = run_schedule(plan, *args, forward_only=forward_only, **options)
-        again = 0 if forward_only else sum(m.recomputed == MLPS for m in own)
-        assert run.call_count == num_layers * (len(own) + again)
-        assert any(m.recomputed for m in own)
-        return reports
-
-    with mock.patch.object(runner, "run_schedule", counted):
-        yield
+    return counting(runner, MLP, "forward", lambda num, again: num_layers * (num + again))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +160,9 @@ def test_some_mlps_are_recomputed(wrong: Differences, case: Layout) -> None:
     assert wrong(case, with_some_mlps_recomputed, mlps_recomputed_for) == []
 
 
-def test_mlps_with_biases_are_not_recomputed(gloo: GlooPool, oracle: Oracle) -> None:
-    case = Layout("gpt2", 1)
+def test_mlps_with_biases_are_not_recomputed(wrong: Differences) -> None:
     with pytest.raises(PlanError, match=r"MLPs, which have biases.*recompute its layers"):
-        runs_of(gloo, case, oracle(case).initial, plan_for=mlps_recomputed_for)
+        wrong(Layout("gpt2", 1), plan_for=mlps_recomputed_for)
 
 
 @contextlib.contextmanager
@@ -377,10 +370,10 @@ def take_another_documents_keys(runner) -> Iterator[None]:
 
 @pytest.mark.parametrize("fault", [in_megatrons_order, take_another_documents_keys])
 def test_wrong_order_or_document_is_refused(
-    gloo: GlooPool, oracle: Oracle, fault: Callable[..., object]
+    wrong: Differences, fault: Callable[..., object]
 ) -> None:
     with pytest.raises(PlanError, match="slices run forward first to last"):
-        runs_of(gloo, ONE, oracle(ONE).initial, fault)
+        wrong(ONE, fault, sliced_for)
 
 
 @pytest.mark.parametrize(
@@ -392,11 +385,9 @@ def test_wrong_order_or_document_is_refused(
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_wrong_order_or_early_reduction_differs_from_the_oracle(
-    gloo: GlooPool, case: Layout, fault: Callable[..., object]
+    wrong: Differences, case: Layout, fault: Callable[..., object]
 ) -> None:
-    (expected,) = gloo.run(1, run_oracle, case.config, LONGER)
-    given = case.config, LONGER, expected.initial, fault, sliced_for
-    found = differences(expected, gloo.run(case.world_size, train, *given))
+    found = wrong(case, fault, sliced_for, LONGER)
     assert any(": gradient of" in line for line in found)
     assert not any(line.startswith("step 0: loss") for line in found)
 
@@ -447,10 +438,9 @@ def keep_chunks_together(runner) -> Iterator[None]:
         yield
 
 
-def test_keys_of_another_chunk_are_refused(gloo: GlooPool, oracle: Oracle) -> None:
-    case = Layout("llama", 2, pp=2, vpp=2)
+def test_keys_of_another_chunk_are_refused(wrong: Differences) -> None:
     with pytest.raises(PlanError, match="slices run forward first to last"):
-        runs_of(gloo, case, oracle(case).initial, keep_chunks_together)
+        wrong(Layout("llama", 2, pp=2, vpp=2), keep_chunks_together, sliced_for)
 
 
 @contextlib.contextmanager
