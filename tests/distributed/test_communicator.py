@@ -6,69 +6,35 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
+from helpers.layouts import GROUP, NO_P2P_OVERLAP, Layout
 from helpers.ranks import build_runner
 from helpers.workload import Workload, make_workload
 
 from megatron_wlb.cost.schedule.order import Action, interleaved, one_f_one_b, receive_order
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.config import Config
 
 HIDDEN = 32
-NO_OVERLAP = "--no-overlap-p2p-communication"
-TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
-@dataclass(frozen=True)
-class Layout:
-    pp: int
-    vpp: int
-    num_micro_batches: int
-    group: int | None = None
-    extra: str = ""
+def workload_of(layout: Layout) -> Workload:
+    """A document for each micro-batch, each of another length, multiples of 2, not sorted."""
+    n = layout.num_micro_batches
+    return make_workload([[2 + 2 * ((7 * m + 3) % n if n % 7 else m) for m in range(n)]], 59)
 
-    def __str__(self) -> str:
-        return (
-            f"pp{self.pp}-vpp{self.vpp}-m{self.num_micro_batches}-group{self.group}"
-            f"{self.extra.replace(' ', '').replace('--', '-')}"
-        )
 
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.config.parallel.tensor_model_parallel_size
-
-    @property
-    def config(self) -> Config:
-        flags = f"--hidden-size {HIDDEN} --num-attention-heads 4 --seq-length 64 {self.extra} "
-        flags += f"--num-layers {self.pp * self.vpp} --pipeline-model-parallel-size {self.pp} "
-        flags += f"--global-batch-size {self.num_micro_batches} "
-        if self.vpp > 1:
-            flags += f"--num-virtual-stages-per-pipeline-rank {self.vpp} "
-        if self.group:
-            flags += f"--microbatch-group-size-per-virtual-pipeline-stage {self.group}"
-        return parse(flags.split())
-
-    @property
-    def workload(self) -> Workload:
-        """A document for each micro-batch, each of another length, multiples of 2, not sorted."""
-        n = self.num_micro_batches
-        return make_workload([[2 + 2 * ((7 * m + 3) % n if n % 7 else m) for m in range(n)]], 59)
-
-    @property
-    def plan(self) -> StepPlan:
-        micro_batches = [
-            MicroBatchPlan(m, (Span(d, 0, d.length),), d.length, 1.0)
-            for m, d in enumerate(self.workload.steps[0])
-        ]
-        assert len({m.length for m in micro_batches}) == self.num_micro_batches
-        return StepPlan(0, "one document each", (tuple(micro_batches),), 0, 0)
+def plan_of(layout: Layout) -> StepPlan:
+    micro_batches = [
+        MicroBatchPlan(m, (Span(d, 0, d.length),), d.length, 1.0)
+        for m, d in enumerate(workload_of(layout).steps[0])
+    ]
+    assert len({m.length for m in micro_batches}) == layout.num_micro_batches
+    return StepPlan(0, "one document each", (tuple(micro_batches),), 0, 0)
 
 
 def swapped(plan: StepPlan) -> StepPlan:
@@ -84,8 +50,8 @@ def run_step(layout: Layout, options, plans_of_ranks=None):
     """``(loss, error)`` of one step; ``plans_of_ranks`` overrides the plan of some ranks."""
     import torch
 
-    runner = build_runner(layout.config, layout.workload, **options)
-    plan = (plans_of_ranks or {}).get(torch.distributed.get_rank(), layout.plan)
+    runner = build_runner(layout.config, workload_of(layout), **options)
+    plan = (plans_of_ranks or {}).get(torch.distributed.get_rank(), plan_of(layout))
     for chunk in runner.model.chunks:
         chunk.zero_grad_buffer()
     return runner.run(plan).mean
@@ -101,8 +67,8 @@ def runs_that_compare(layout: Layout, interval: int, plans_of_ranks) -> list[boo
     """For each of four runs of plans that differ, whether the difference was found."""
     import torch
 
-    runner = build_runner(layout.config, layout.workload, verify_plan_interval=interval)
-    plan = plans_of_ranks.get(torch.distributed.get_rank(), layout.plan)
+    runner = build_runner(layout.config, workload_of(layout), verify_plan_interval=interval)
+    plan = plans_of_ranks.get(torch.distributed.get_rank(), plan_of(layout))
     found = []
     for _ in range(4):
         for chunk in runner.model.chunks:
@@ -149,7 +115,7 @@ def actions_of_step(layout: Layout, forward_only: bool):
     """
     from megatron_wlb.runtime.stepping import step
 
-    runner = build_runner(layout.config, layout.workload)
+    runner = build_runner(layout.config, workload_of(layout))
     model, communicator = runner.model, runner.communicator
     actions, to_next, to_previous = [], [], []
     forward, communicate = step.forward_step, communicator._communicate
@@ -176,7 +142,7 @@ def actions_of_step(layout: Layout, forward_only: bool):
         mock.patch.object(step, "forward_step", recording_forward),
         mock.patch.object(communicator, "_communicate", recording_communicate),
     ):
-        runner.run(layout.plan, forward_only=forward_only)
+        runner.run(plan_of(layout), forward_only=forward_only)
     return actions, to_next, to_previous
 
 
@@ -186,7 +152,7 @@ def receive_what_nobody_waited_for(layout: Layout) -> float:
 
     import torch
 
-    communicator = build_runner(layout.config, layout.workload).communicator
+    communicator = build_runner(layout.config, workload_of(layout)).communicator
     communicator.begin([4, 4], forward_only=True, label="step 1")
     options = {
         "tensor_send_prev": None,
@@ -211,7 +177,7 @@ def receive_what_nobody_waited_for(layout: Layout) -> float:
 
 def misuse_communicator(layout: Layout) -> list[str]:
     """The errors of a communicator whose plan is longer, then shorter than the schedule."""
-    communicator = build_runner(layout.config, layout.workload).communicator
+    communicator = build_runner(layout.config, workload_of(layout)).communicator
     stage = communicator.pp_group.rank()
     errors = []
     communicator.begin([4, 6, 8], forward_only=True, label="step 7")
@@ -238,13 +204,14 @@ def misuse_communicator(layout: Layout) -> list[str]:
 
 # Messages.
 
+FEW = Layout("gpt2", 4, pp=2, vpp=2, extra=NO_P2P_OVERLAP)
 MESSAGE_CASES = [
-    Layout(2, 1, 5),
-    Layout(2, 2, 5, 3),
-    Layout(2, 2, 4, extra=NO_OVERLAP),
-    Layout(2, 1, 3, extra=TP_SP),
-    Layout(4, 2, 9, 5),
-    Layout(4, 2, 8, extra=NO_OVERLAP),
+    Layout("gpt2", 5, pp=2),
+    Layout("gpt2", 5, pp=2, vpp=2, extra=f"{GROUP} 3"),
+    FEW,
+    Layout("gpt2", 3, pp=2, tp="2sp"),
+    Layout("gpt2", 9, pp=4, vpp=2, extra=f"{GROUP} 5"),
+    Layout("gpt2", 8, pp=4, vpp=2, extra=NO_P2P_OVERLAP),
 ]
 
 
@@ -255,7 +222,7 @@ def payloads(layout: Layout) -> Counter[tuple[int, int, str, tuple[int, ...]]]:
     needed: Counter[tuple[int, int, str, tuple[int, ...]]] = Counter()
     for boundary in range(layout.pp * layout.vpp - 1):
         before, after = boundary % layout.pp, (boundary + 1) % layout.pp
-        for m in layout.plan.micro_batches[0]:
+        for m in plan_of(layout).micro_batches[0]:
             shape = (m.padded_length // (tp if p.sequence_parallel else 1), 1, HIDDEN)
             for tp_rank in range(tp):  # ranks count over TP first
                 ends = before * tp + tp_rank, after * tp + tp_rank
@@ -273,9 +240,7 @@ def test_step_sends_payloads_only(gloo: GlooPool, layout: Layout) -> None:
         assert Counter(messages) == payloads(layout)
 
 
-@pytest.mark.parametrize(
-    "layout", [case for case in MESSAGE_CASES if case != Layout(2, 2, 4, extra=NO_OVERLAP)], ids=str
-)
+@pytest.mark.parametrize("layout", [case for case in MESSAGE_CASES if case != FEW], ids=str)
 def test_verified_step_asks_for_each_shape_and_contents_once(
     gloo: GlooPool, layout: Layout
 ) -> None:
@@ -297,12 +262,14 @@ def test_verified_step_asks_for_each_shape_and_contents_once(
 # Plans that differ.
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 5), Layout(4, 2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout("gpt2", 5, pp=2), Layout("gpt2", 8, pp=4, vpp=2)], ids=str
+)
 @pytest.mark.parametrize("odd_rank", [0, 1])
 def test_plan_of_one_rank_differs_and_all_raise(
     gloo: GlooPool, layout: Layout, odd_rank: int
 ) -> None:
-    plans = {odd_rank: swapped(layout.plan)}
+    plans = {odd_rank: swapped(plan_of(layout))}
     errors = gloo.run(layout.world_size, error_of_step, layout, {}, plans, timeout_s=30)
     for error in errors:
         assert error.startswith("step 0: ranks hold different plans: rank")
@@ -315,12 +282,12 @@ def test_plan_of_one_rank_differs_and_all_raise(
 
 
 def test_plans_with_equal_lengths_but_other_documents_differ(gloo: GlooPool) -> None:
-    layout = Layout(2, 1, 3)
-    first, *rest = layout.plan.micro_batches[0]
+    layout = Layout("gpt2", 3, pp=2)
+    first, *rest = plan_of(layout).micro_batches[0]
     (span,) = first.spans
     other = span._replace(document=span.document._replace(number=99))
     moved = (dataclasses.replace(first, spans=(other,)), *rest)
-    plans = {1: dataclasses.replace(layout.plan, micro_batches=(moved,))}
+    plans = {1: dataclasses.replace(plan_of(layout), micro_batches=(moved,))}
     errors = gloo.run(2, error_of_step, layout, {}, plans, timeout_s=30)
     for error in errors:
         assert "rank 0 (host" in error and "at place 0 of micro-batch 0 document 0 of" in error
@@ -329,19 +296,21 @@ def test_plans_with_equal_lengths_but_other_documents_differ(gloo: GlooPool) -> 
 
 def test_plan_is_compared_at_its_interval(gloo: GlooPool) -> None:
     # The packing's name is in the digest, but changes nothing that runs.
-    other = {1: dataclasses.replace(Layout(2, 1, 3).plan, packing="other")}
-    compared = gloo.run(2, runs_that_compare, Layout(2, 1, 3), 2, other, timeout_s=30)
+    other = {1: dataclasses.replace(plan_of(Layout("gpt2", 3, pp=2)), packing="other")}
+    compared = gloo.run(2, runs_that_compare, Layout("gpt2", 3, pp=2), 2, other, timeout_s=30)
     assert compared == [[True, False, True, False]] * 2
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 5), Layout(4, 2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout("gpt2", 5, pp=2), Layout("gpt2", 8, pp=4, vpp=2)], ids=str
+)
 @pytest.mark.parametrize("odd_rank", [0, 1])
 def test_verified_shapes_that_differ_are_named(
     gloo: GlooPool, layout: Layout, odd_rank: int
 ) -> None:
     options = {"verify_shapes": True, "verify_plan_interval": 0}
-    plans = {odd_rank: swapped(layout.plan)}
-    first, second = (m.padded_length for m in layout.plan.micro_batches[0][:2])
+    plans = {odd_rank: swapped(plan_of(layout))}
+    first, second = (m.padded_length for m in plan_of(layout).micro_batches[0][:2])
     with pytest.raises(PlanError, match=r"step 0: stage \d .* expects shape \[") as caught:
         gloo.run(layout.world_size, run_step, layout, options, plans, timeout_s=30)
     for length in (first, second):
@@ -349,8 +318,8 @@ def test_verified_shapes_that_differ_are_named(
 
 
 def test_plan_for_another_number_of_replicas_is_refused(gloo: GlooPool) -> None:
-    layout = Layout(2, 1, 3)
-    twice = dataclasses.replace(layout.plan, micro_batches=layout.plan.micro_batches * 2)
+    layout = Layout("gpt2", 3, pp=2)
+    twice = dataclasses.replace(plan_of(layout), micro_batches=plan_of(layout).micro_batches * 2)
     for error in gloo.run(2, error_of_step, layout, {}, {0: twice, 1: twice}):
         assert error.startswith("step 0: the plan is for 2 data-parallel ranks, this run has 1")
     # On one rank only, it must not leave the other waiting.
@@ -359,21 +328,21 @@ def test_plan_for_another_number_of_replicas_is_refused(gloo: GlooPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "length"), [(Layout(2, 1, 3), 0), (Layout(2, 1, 3, extra=TP_SP), 7)]
+    ("layout", "length"), [(Layout("gpt2", 3, pp=2), 0), (Layout("gpt2", 3, pp=2, tp="2sp"), 7)]
 )
 def test_micro_batch_that_cannot_be_sharded_is_refused(
     gloo: GlooPool, layout: Layout, length: int
 ) -> None:
-    first, second, third = layout.plan.micro_batches[0]
+    first, second, third = plan_of(layout).micro_batches[0]
     second = dataclasses.replace(second, spans=(), padded_length=length)
-    plan = dataclasses.replace(layout.plan, micro_batches=((first, second, third),))
+    plan = dataclasses.replace(plan_of(layout), micro_batches=((first, second, third),))
     plans = dict.fromkeys(range(layout.world_size), plan)
     for error in gloo.run(layout.world_size, error_of_step, layout, {}, plans, timeout_s=30):
         assert error.startswith(f"step 0: micro-batch 1 is {length} tokens long; pad it to")
 
 
 def test_communicator_notices_a_schedule_that_does_not_fit(gloo: GlooPool) -> None:
-    first, second = gloo.run(2, misuse_communicator, Layout(2, 1, 3))
+    first, second = gloo.run(2, misuse_communicator, Layout("gpt2", 3, pp=2))
     assert first == []  # the first stage receives no activations
     ended = "step 7: the schedule ended with 2 activations and 0 gradients of the plan not received"
     assert [error.startswith(ended) for error in second[:2]] == [True, True]
@@ -384,19 +353,19 @@ def test_communicator_notices_a_schedule_that_does_not_fit(gloo: GlooPool) -> No
 # Order.
 
 ORDER_CASES = [
-    Layout(1, 1, 3),
-    Layout(2, 1, 1),
-    Layout(2, 1, 5),
-    Layout(3, 1, 2),
-    Layout(4, 1, 6),
-    Layout(2, 2, 2),
-    Layout(2, 2, 5, 3),
-    Layout(2, 2, 5, 3, extra=NO_OVERLAP),
-    Layout(2, 3, 6),
-    Layout(3, 2, 8, 5),
-    Layout(4, 2, 4, extra=NO_OVERLAP),
-    Layout(4, 2, 8),
-    Layout(4, 2, 9, 5),
+    Layout("gpt2", 3),
+    Layout("gpt2", 1, pp=2),
+    Layout("gpt2", 5, pp=2),
+    Layout("gpt2", 2, pp=3, extra="--num-layers 3"),
+    Layout("gpt2", 6, pp=4),
+    Layout("gpt2", 2, pp=2, vpp=2),
+    Layout("gpt2", 5, pp=2, vpp=2, extra=f"{GROUP} 3"),
+    Layout("gpt2", 5, pp=2, vpp=2, extra=f"{GROUP} 3 {NO_P2P_OVERLAP}"),
+    Layout("gpt2", 6, pp=2, vpp=3),
+    Layout("gpt2", 8, pp=3, vpp=2, extra=f"{GROUP} 5"),
+    Layout("gpt2", 4, pp=4, vpp=2, extra=NO_P2P_OVERLAP),
+    Layout("gpt2", 8, pp=4, vpp=2),
+    Layout("gpt2", 9, pp=4, vpp=2, extra=f"{GROUP} 5"),
 ]
 
 
@@ -406,18 +375,19 @@ def test_stock_schedule_runs_the_simulated_order(
     gloo: GlooPool, layout: Layout, forward_only: bool
 ) -> None:
     pp, vpp, num_micro_batches = layout.pp, layout.vpp, layout.num_micro_batches
+    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     results = gloo.run(layout.world_size, actions_of_step, layout, forward_only)
     if vpp == 1:
         order = one_f_one_b(pp, num_micro_batches)
     else:
-        order = interleaved(pp, vpp, num_micro_batches, layout.group)
+        order = interleaved(pp, vpp, num_micro_batches, group)
     if forward_only:
         order = [[action for action in actions if action.kind == "F"] for actions in order]
     assert [actions for actions, _, _ in results] == order
 
-    length_of = [m.padded_length for m in layout.plan.micro_batches[0]]
+    length_of = [m.padded_length for m in plan_of(layout).micro_batches[0]]
     for rank in range(pp):
-        expected = receive_order(pp, vpp, num_micro_batches, layout.group, rank)
+        expected = receive_order(pp, vpp, num_micro_batches, group, rank)
         if forward_only:
             expected = expected._replace(backward=[])
         _, sent_by_previous, _ = results[(rank - 1) % pp]
@@ -428,5 +398,5 @@ def test_stock_schedule_runs_the_simulated_order(
 
 def test_message_arrives_whose_sender_does_not_wait(gloo: GlooPool) -> None:
     """As the last one of some schedules: gloo takes it back with its handle."""
-    layout = Layout(2, 2, 2)  # overlapping: each message has a handle of its own
+    layout = Layout("gpt2", 2, pp=2, vpp=2)  # overlapping: each message has a handle of its own
     assert gloo.run(2, receive_what_nobody_waited_for, layout) == [7.0, 7.0]
