@@ -35,7 +35,7 @@ _EXPERT_GROUPS = {
     (0, 2, 3): "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
     (1,): "EXPERT_DATA_PARALLEL_GROUP INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
 }
-"""Those of its experts, by axes of ``[PP, EDP, EP, ETP]``."""
+"""Megatron's names of the groups of its experts, by axes of ``[PP, EDP, EP, ETP]``."""
 
 _RANKS = {
     "DATA_PARALLEL_GLOBAL_RANKS": "DATA_PARALLEL_GROUP",
