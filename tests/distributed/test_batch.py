@@ -72,7 +72,7 @@ def sliced_rows(cp_size: int, cp_rank: int) -> dict[str, Any]:
     for index, spans in enumerate(units):
         length = -(-sum(span.length for span in spans) // 8) * 8
         plan = MicroBatchPlan(index, tuple(spans), length, 1.0, Sharding("per-document"))
-        batch = builder.build(plan, first=True, last=True)
+        batch = builder.prepare(plan, first=True, last=True)
         assert batch.tokens is not None and batch.labels is not None
         assert batch.loss_mask is not None and batch.num_targets == batch.loss_mask.sum()
         params = batch.packed_seq_params
@@ -150,6 +150,11 @@ class CountingCorpus:
         return self.corpus.tokens(index, start, stop, epoch)
 
 
+def alive() -> list[str]:
+    """The threads that build batches."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("wlb-batches")]
+
+
 LENGTHS = (96, 1, 40, 23)
 
 
@@ -174,13 +179,12 @@ def read_ahead(cp_size: int, cp_rank: int, first: bool, last: bool) -> dict[str,
     num_read, threads = corpus.num_read, sorted(corpus.threads)
     same = []
     for plan, batch in zip(plans, found, strict=True):
-        again = builder.build(plan, first=first, last=last)
+        again = builder.prepare(plan, first=first, last=last)
         assert again.num_targets == batch.num_targets
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             one, other = getattr(batch, name), getattr(again, name)
             same.append(one is other is None or torch.equal(one, other))
-    alive = [t.name for t in threading.enumerate() if t.name.startswith("wlb-batches")]
-    return {"read": num_read, "threads": threads, "same": all(same), "alive": alive}
+    return {"read": num_read, "threads": threads, "same": all(same), "alive": alive()}
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
@@ -226,9 +230,8 @@ def fail_ahead(at: int) -> dict[str, Any]:
                 most = max(most, corpus.num_read // 8 - taken)
     except CorpusError as caught:
         error = str(caught)
-    alive = [t.name for t in threading.enumerate() if t.name.startswith("wlb-batches")]
     assert most <= LOOK_AHEAD
-    return {"taken": taken, "error": error, "alive": alive, "ahead": most}
+    return {"taken": taken, "error": error, "alive": alive(), "ahead": most}
 
 
 def test_an_error_ahead_is_raised_where_the_batch_is_taken(gloo: GlooPool) -> None:
@@ -253,7 +256,7 @@ def leave_early() -> list[str]:
     with pytest.raises(ZeroDivisionError), builder.ahead(plans, [Stage(True, True)] * 2) as chunks:
         next(chunks[1])
         _ = 1 / 0
-    return [t.name for t in threading.enumerate() if t.name.startswith("wlb-batches")]
+    return alive()
 
 
 def test_the_thread_ends_with_a_step_that_fails(gloo: GlooPool) -> None:

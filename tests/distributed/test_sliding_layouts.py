@@ -72,7 +72,7 @@ def exchanged_tokens(case: Layout) -> list[tuple[int, int, int]]:
     plan = scatter_for(case.config, WORKLOAD, torch.distributed.get_world_size(), 0)
     found = []
     for micro_batch in plan:
-        params = runner.batches.build(micro_batch, first=False, last=False).packed_seq_params
+        params = runner.batches.prepare(micro_batch, first=False, last=False).packed_seq_params
         sliding = params.sliding
         cp_size = params.gather.layout.num_tokens // params.num_tokens
         assert sum(sliding.segments.lengths_k) <= sum(params.segments.lengths_k)

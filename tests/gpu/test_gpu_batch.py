@@ -35,7 +35,7 @@ def make(device: str, cp_size: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        batch = builder.build(plan(), first=True, last=True)
+        batch = builder.finish(builder.prepare(plan(), first=True, last=True))
         return batch, loss_function(batch, losses)
     finally:
         if device == "cuda":

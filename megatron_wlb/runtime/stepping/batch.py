@@ -227,15 +227,12 @@ class BatchBuilder:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def build(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
-        """Builds the tensors for a stage that embeds (``first``) or has the loss (``last``).
+    def prepare(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
+        """Builds a batch on the host for a stage that embeds (``first``) or has the loss
+        (``last``), in memory from which :meth:`finish` copies it.
 
         Raises :class:`CorpusError` for a token id outside the vocabulary.
         """
-        return self.finish(self.prepare(plan, first=first, last=last))
-
-    def prepare(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
-        """Does the host's part of :meth:`build`: a batch in memory from which it can be copied."""
         local, params = self._shared(plan)
         assert params.positions is not None
         if not (first or last):
