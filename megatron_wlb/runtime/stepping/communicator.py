@@ -79,7 +79,7 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
     ) -> None:
         super().__init__(pp_group, config)
         if TAKES_SHAPE_PROVIDER and not verify:
-            self.shape_provider = self._planned_shapes
+            self.shape_provider = partial(self._communicate_shapes, None, None)
         self.verify = verify
         self._forward: list[Message] = []
         self._backward: list[Message] = []
@@ -177,20 +177,15 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
             if tensor is None:
                 continue
             assert sent is not None
+            message, contents = sent
+            compare = partial(
+                compare_contents, f"{self._label}: {message.what}", peer, contents, tensor
+            )
             if handles is None:  # it has been waited for
-                self._compare_contents(tensor, peer, *sent)
+                compare()
             else:
-                handles[name].compare = partial(self._compare_contents, tensor, peer, *sent)
+                handles[name].compare = compare
         return *received, handles
-
-    def _compare_contents(
-        self, tensor: torch.Tensor, peer: int, message: Message, sent: Contents
-    ) -> None:
-        compare_contents(f"{self._label}: {message.what}", peer, sent, tensor)
-
-    def _planned_shapes(self, recv_prev: bool, recv_next: bool) -> tuple[Shape, Shape]:
-        prev, after = self._planned(recv_prev, recv_next)
-        return prev.shape if prev else NO_SHAPE, after.shape if after else NO_SHAPE
 
     def _planned(self, recv_prev: bool, recv_next: bool) -> tuple[Message | None, Message | None]:
         return (

@@ -222,17 +222,13 @@ class _Arrival:
         dist.recv(facts, self._peer, group=self._group)
         num_tokens, *contents = facts.tolist()
         if num_tokens != len(self._tensor):
+            stage = self._transfers.links.stage(self._action.chunk)
             raise PlanError(
-                f"{self._transfers.label}: stage {self._stage} (rank "
-                f"{dist.get_rank()}) expects {len(self._tensor)} tokens for {self._what} by its "
-                f"plan, but rank {self._peer} sends {num_tokens}; the ranks do not run the same "
-                "plan"
+                f"{self._transfers.label}: stage {stage} (rank {dist.get_rank()}) expects "
+                f"{len(self._tensor)} tokens for {self._what} by its plan, but rank {self._peer} "
+                f"sends {num_tokens}; the ranks do not run the same plan"
             )
         return Contents(*contents)
-
-    @property
-    def _stage(self) -> int:
-        return self._transfers.links.stage(self._action.chunk)
 
     @property
     def _what(self) -> str:

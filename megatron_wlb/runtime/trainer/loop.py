@@ -74,9 +74,8 @@ class Trainer:
         self.runner = StepRunner.of(config, self.model, self.corpora, device, hosts)
         self.iteration = 0
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
-        saved = None if restored is None else restored[1].get("kernel")
-        self.kernel = settle_kernel(config, self.model, saved)
         state = {} if restored is None else restored[1]
+        self.kernel = settle_kernel(config, self.model, state.get("kernel"))
         if restored is not None:
             # The cost is restored, not measured again: other costs would make other plans.
             self.cost = cost_from_dict(state["cost"])
