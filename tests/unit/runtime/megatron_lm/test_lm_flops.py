@@ -7,6 +7,7 @@ import argparse
 import pytest
 from helpers.workload import make_workload, scatter, slice_up
 
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
 
 
@@ -26,23 +27,18 @@ def test_operations_are_linear_and_quadratic_in_each_document() -> None:
     assert ARGS.seq_length == 1000
 
 
-def test_a_window_of_one_document_is_megatrons_window() -> None:
+STEP = make_workload([[3, 90, 17, (20, 5)]], vocab_size=16).steps[0]
+
+
+@pytest.mark.parametrize("plan", [scatter(0, STEP, 2, 2, 1), scatter(0, STEP, 2, 2, 8)])
+def test_padding_and_the_packing_of_documents_cost_nothing(plan: StepPlan) -> None:
+    assert plan.padding_tokens
     flops = DocumentFlops.of(formula, ARGS)
-    assert flops.of_documents([1000] * 4) == pytest.approx(formula(ARGS, 4))
-
-
-def test_padding_and_the_packing_of_documents_cost_nothing() -> None:
-    workload = make_workload([[3, 90, 17, (20, 5)]], vocab_size=16)
-    expected = DocumentFlops.of(formula, ARGS).of_documents([3, 90, 17, 20, 5])
-    for multiple in (1, 8):
-        plan = scatter(0, workload.steps[0], 2, 2, multiple)
-        assert plan.padding_tokens
-        assert DocumentFlops.of(formula, ARGS).of_plan(plan) == pytest.approx(expected)
+    assert flops.of_plan(plan) == pytest.approx(flops.of_documents([3, 90, 17, 20, 5]))
 
 
 def test_slices_have_the_operations_of_their_documents() -> None:
-    workload = make_workload([[3, 90, 17, (20, 5)]], vocab_size=16)
-    plan = slice_up(0, workload.steps[0], 2)
+    plan = slice_up(0, STEP, 2)
     assert any(m.slice for m in plan)
     flops = DocumentFlops.of(formula, ARGS)
     assert flops.of_plan(plan) == pytest.approx(flops.of_documents([3, 90, 17, 20, 5]))
