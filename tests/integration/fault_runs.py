@@ -25,7 +25,8 @@ import psutil
 from fault_points import Fault, prepare
 from helpers.strategy_ranks import strategies_file
 from helpers.texts import write_texts
-from trainer_runs import Finished, Flags, Run, losses, start
+from megatron_lm_runs import CP2, DP2, PP2, PP2_VPP2, TP2_SP
+from trainer_runs import Finished, Flags, Run, finish, losses, start, tracked
 
 NUM_STEPS = 6
 HANG_S = 15.0
@@ -36,7 +37,6 @@ ENDED_S = 150.0
 """How long a run may go on after a fault, on a busy machine, before it hangs."""
 RUN_S = 400.0
 """How long a whole run may take there."""
-TRACKER = "latest_checkpointed_iteration.txt"
 
 EMBEDDED: Flags = {
     "train_iters": NUM_STEPS,
@@ -58,16 +58,13 @@ LAUNCHER: Flags = megatron_lm_runs.BOTH | {
 }
 SAVING: Flags = {"save": "run", "load": "run", "save_interval": 2, "wlb_metrics": "metrics"}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "dp2": (2, {"use_distributed_optimizer": True}),
-    "pp2-vpp2": (
-        2,
-        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
-    ),
-    "pp2-dp2": (4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
-    "pp2-slim": (2, {"pipeline_model_parallel_size": 2, "wlb_packing": "slim"}),
-    "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "cp2": (2, {"context_parallel_size": 2}),
+    "pp2": (2, PP2),
+    "dp2": (2, DP2),
+    "pp2-vpp2": (2, PP2_VPP2),
+    "pp2-dp2": (4, PP2 | DP2),
+    "pp2-slim": (2, PP2 | {"wlb_packing": "slim"}),
+    "tp2": (2, TP2_SP),
+    "cp2": (2, CP2),
     "ep2": (
         2,
         {
@@ -145,8 +142,7 @@ class Bench:
         if (trainer, layout) not in self.plain:
             folder = self.folder / f"plain-{trainer}-{layout}"
             num, flags = self.flags(trainer, layout)
-            done = begin(trainer, folder, num, flags).wait()
-            assert done.code == 0, done.output
+            finish(begin(trainer, folder, num, flags))
             self.plain[trainer, layout] = steps_of(folder), losses(folder / "metrics")
         return self.plain[trainer, layout]
 
@@ -169,11 +165,6 @@ def steps_of(folder: Path) -> dict[int, Any]:
     """Digest and documents of each step; of one that ran more than once, the last time."""
     lines = map(json.loads, (folder / "ledger").read_text().splitlines())
     return {step: (digest, documents) for step, digest, documents in lines}
-
-
-def tracked(folder: Path) -> int:
-    tracker = folder / "run" / TRACKER
-    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def await_end(run: Run, limit_s: float) -> float | None:
@@ -312,8 +303,7 @@ def documents(steps: dict[int, Any]) -> Counter[tuple[int, ...]]:
 def stopped_after_four(bench: Bench, folder: Path, done: Outcome) -> Path:
     """A run that was to end after step 4; the folder of its newest checkpoint."""
     num, flags = bench.flags(done.trainer, done.layout)
-    finished = begin(done.trainer, folder, num, flags | {"exit_interval": 4}).wait()
-    assert finished.code == 0, finished.output
+    finish(begin(done.trainer, folder, num, flags | {"exit_interval": 4}))
     return folder / "run" / "iter_0000004"
 
 
@@ -377,8 +367,7 @@ def damaged_corpus(
         shutil.copy(path, folder)
     own = {"data_path": folder / "texts"}
     num, flags = bench.flags(done.trainer, done.layout)
-    finished = begin(done.trainer, folder, num, flags | own | {"exit_interval": 4}).wait()
-    assert finished.code == 0, finished.output
+    finish(begin(done.trainer, folder, num, flags | own | {"exit_interval": 4}))
     path = folder / f"texts{suffix}"
     if damage == "another":
         other = make_corpus(folder, "other", seed=8)
@@ -445,7 +434,7 @@ def asked_to_leave(bench: Bench, folder: Path, done: Outcome, dice: random.Rando
     run = begin(done.trainer, folder, num, flags | {"exit_signal_handler": True}, fault)
     run.wait_until(Path(fault.struck).exists, 0.01)
     done.ended_s = await_end(run, ENDED_S)
-    if done.ended_s is None or run.poll() or tracked(folder) not in range(1, NUM_STEPS):
+    if done.ended_s is None or run.poll() or tracked(folder / "run") not in range(1, NUM_STEPS):
         done.outcome, done.why = "silent", run.log.read_text()[-2000:]
         return
     resume(bench, folder, done)

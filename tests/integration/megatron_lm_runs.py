@@ -169,12 +169,6 @@ def run_without_launcher(
     return start(folder, num_processes, flags, fault=fault, program=_run_alone)
 
 
-def finish(run: Run) -> Finished:
-    finished = run.wait()
-    assert finished.code == 0, finished.output
-    return finished
-
-
 def logged(finished: Finished, name: str) -> list[str]:
     """A figure of each of Megatron's log lines, as it is written there."""
     return re.findall(rf"\| {name}: +(\S+)", finished.output)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import Flags, read_metrics, start
+from trainer_runs import Flags, finish, num_lines, read_metrics, start, tracked
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CheckpointError
@@ -45,17 +45,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     killed = start(folder, 1, flags | {"save_interval": 4})
     ledger = folder / "checkpoints" / NAME
 
-    def num_lines() -> int:
-        return ledger.read_bytes().count(b"\n") if ledger.exists() else 0
-
-    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    killed.wait_until(lambda: tracker.exists() and num_lines() >= 1 + 6)
+    killed.wait_until(lambda: tracked(ledger.parent) > 0 and num_lines(ledger) >= 1 + 6)
     killed.kill()
-    assert tracker.read_text() == "4\n"
+    assert tracked(ledger.parent) == 4
     with ledger.open("ab") as stream:
         stream.write(b"0badc0de {torn")
-    finished = start(folder, 1, flags).wait()
-    assert finished.code == 0, finished.output
+    finish(start(folder, 1, flags))
     return folder
 
 
@@ -138,7 +133,7 @@ def test_run_without_a_ledger_has_nothing_to_audit(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = FLAGS | {"data_path": corpus, "train_iters": 2, "wlb_no_ledger": True}
-    assert start(tmp_path, 1, flags).wait().code == 0
+    finish(start(tmp_path, 1, flags))
     assert not (tmp_path / "checkpoints" / NAME).exists()
     assert main(["audit", str(tmp_path / "checkpoints")]) == CheckpointError.exit_code
     assert "give the folder of a --save" in capsys.readouterr().err

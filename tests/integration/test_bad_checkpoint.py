@@ -16,12 +16,10 @@ import pytest
 import torch
 from helpers.layouts import further, some_of
 from torch.distributed.checkpoint import FileSystemReader
-from trainer_runs import TINY, Flags, assert_refused, losses, start
+from trainer_runs import TINY, TRACKER, Flags, assert_refused, finish, losses, start
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving import checksums
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path,
     """A folder of checkpoints, and the flags of the run that left them."""
     folder = tmp_path_factory.mktemp("saved")
     flags = TINY | {"pipeline_model_parallel_size": 2} | {"data_path": corpus}
-    finished = start(folder, 2, flags | {"save": "ck", "save_interval": 2}).wait()
-    assert finished.code == 0, finished.output
+    finish(start(folder, 2, flags | {"save": "ck", "save_interval": 2}))
     return folder / "ck", flags
 
 
@@ -43,8 +40,7 @@ def copied(saved: tuple[Path, Flags], tmp_path: Path) -> tuple[Path, Flags]:
 
 def test_resume_with_the_same_settings_works(copied: tuple[Path, Flags], tmp_path: Path) -> None:
     """Positive control of the cases below."""
-    finished = start(tmp_path, 2, copied[1]).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, copied[1]))
     assert "resumed after iteration 4" in finished.output
     assert "other settings" not in finished.output
 
@@ -53,8 +49,7 @@ def test_resume_with_settings_that_may_change_says_which(
     copied: tuple[Path, Flags], tmp_path: Path
 ) -> None:
     changed: Flags = {"wlb_max_age": 3, "clip_grad": 0.5, "hidden_dropout": 0.25}
-    finished = start(tmp_path, 2, copied[1] | changed | {"wlb_hold_tau": 1.5}).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, copied[1] | changed | {"wlb_hold_tau": 1.5}))
     (line,) = [line for line in finished.output.splitlines() if "other settings" in line]
     said = line.partition("from here on: ")[2].split("; ")
     assert sorted(said) == [
@@ -162,7 +157,7 @@ def flip_weight(folder: Path) -> None:
     flip(folder / place.relative_path, place.offset + place.length // 8 * 4 + 2)
 
 
-REMEDY = "write 2 into ck/latest_checkpointed_iteration.txt"
+REMEDY = f"write 2 into ck/{TRACKER}"
 """The way to go on that an error must name."""
 
 KINDS = ["common.pt", "metadata.json", ".metadata", "__0_0.distcp", "__1_1.distcp"]
@@ -189,8 +184,7 @@ def test_checkpoint_of_data_parallel_ranks_is_verified(
 ) -> None:
     flags = saved[1] | {"pipeline_model_parallel_size": 1, "use_distributed_optimizer": True}
     flags |= {"save": "ck", "load": "ck", "save_interval": 2}
-    finished = start(tmp_path, 2, flags | {"exit_interval": 2}).wait()
-    assert finished.code == 0, finished.output
+    finish(start(tmp_path, 2, flags | {"exit_interval": 2}))
     folder = tmp_path / "ck" / "iter_0000002"
     listed = {line.split(" ", 2)[2] for line in listed_in(folder)}
     assert listed == {path.name for path in folder.iterdir()} - {checksums.NAME}
@@ -224,8 +218,7 @@ def test_checkpoint_of_before_there_were_checksums_loads_and_the_log_says_so(
     content["common"]["planner"] = content["common"]["planner"].partition("\n")[2]  # bare JSON
     torch.save(content, common)
     (common.parent / checksums.NAME).unlink()
-    finished = start(tmp_path, 2, flags).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, flags))
     assert finished.output.count("are not verified: it has no wlb_checksums.txt") == 1
     assert "resumed after iteration 4" in finished.output
 
@@ -240,8 +233,7 @@ def test_flipped_weight_trains_on_without_checksums(
     assert plain.output.count("verified ck/iter_0000002: 7 files") == 1, plain.output
     flags |= {"wlb_no_checksums": True, "save": "ck", "wlb_metrics": "flipped"}
     flip_weight(folder / "iter_0000002")
-    finished = start(tmp_path, 2, flags).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, flags))
     assert finished.output.count("are not verified: --wlb-no-checksums") == 1
     expected, found = losses(tmp_path / "plain"), losses(tmp_path / "flipped")
     assert found.keys() == expected.keys() == {3, 4}
@@ -270,8 +262,7 @@ def test_damage_without_checksums_is_one_line_and_the_checkpoint_before_loads(
     assert_refused(finished, CheckpointError.exit_code, "ck/iter_0000004", "damaged", REMEDY)
 
     (folder / TRACKER).write_text("2\n")  # what the line says
-    finished = start(tmp_path, 2, flags).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, flags))
     assert "resumed after iteration 2" in finished.output
 
 
@@ -298,8 +289,7 @@ def test_kill_while_checksums_are_written_leaves_the_checkpoint_before(
     assert (tmp_path / "ck" / TRACKER).read_text() == "2\n"
     assert (tmp_path / "ck" / "iter_0000004" / "metadata.json").exists(), "killed too early"
     before = losses(tmp_path / "metrics")
-    finished = start(tmp_path, 2, flags).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, flags))
     assert "resumed after iteration 2" in finished.output
     assert losses(tmp_path / "metrics") == before
     assert len(listed_in(tmp_path / "ck" / "iter_0000004")) == 7
@@ -354,11 +344,10 @@ def test_full_disk_at_save_ends_with_one_line_and_keeps_the_checkpoint_before(
     finished = start(tmp_path, 2, flags, fault=fault).wait()
     assert_refused(finished, CheckpointError.exit_code, "ck", *fragments)
     names = sorted(path.name for path in (tmp_path / "ck").iterdir())
-    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt", "wlb_ledger.txt"]
+    assert names == ["iter_0000002", TRACKER, "wlb_ledger.txt"]
 
     before = losses(tmp_path / "metrics")
-    finished = start(tmp_path, 2, flags).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, flags))
     assert "resumed after iteration 2" in finished.output
     assert losses(tmp_path / "metrics") == before
 
@@ -386,9 +375,8 @@ def test_disk_that_fills_up_in_a_save_keeps_the_checkpoint_before(
     finished = start(tmp_path, 2, flags).wait()
     assert_refused(finished, CheckpointError.exit_code, "disk/ck", "free some room")
     names = sorted(path.name for path in (small_disk / "ck").iterdir())
-    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt", "wlb_ledger.txt"]
-    finished = start(tmp_path, 2, flags | {"save": None, "save_interval": None}).wait()
-    assert finished.code == 0, finished.output
+    assert names == ["iter_0000002", TRACKER, "wlb_ledger.txt"]
+    finished = finish(start(tmp_path, 2, flags | {"save": None, "save_interval": None}))
     assert "resumed after iteration 2" in finished.output
 
 

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from helpers.layouts import some_of
-from trainer_runs import TINY, Flags, Run, assert_refused, losses, read_metrics, start, torchrun
+from trainer_runs import (
+    TINY,
+    Flags,
+    Run,
+    assert_refused,
+    finish,
+    losses,
+    read_metrics,
+    start,
+    torchrun,
+)
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
 
@@ -20,8 +30,7 @@ def train(
 ) -> tuple[list[float], list[int], str]:
     """Losses and tokens of the steps, and what was printed."""
     metrics = folder / f"metrics-{len(list(folder.iterdir()))}"
-    finished = starter(folder, num_processes, flags | {"wlb_metrics": metrics}).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(starter(folder, num_processes, flags | {"wlb_metrics": metrics}))
     tokens = [line["tokens"] for line in read_metrics(metrics) if "tokens" in line]
     return list(losses(metrics).values()), tokens, finished.output
 

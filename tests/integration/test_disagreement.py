@@ -13,7 +13,7 @@ import megatron_lm_runs
 import pytest
 from helpers.layouts import further
 from helpers.strategy_ranks import strategies_file
-from megatron_lm_runs import needs_megatron_lm
+from megatron_lm_runs import CP2, DP2, PP2, TP2_SP, needs_megatron_lm
 from trainer_runs import ROOT, Flags, command_line, start
 
 from megatron_wlb.errors import PlanError
@@ -29,8 +29,6 @@ EMBEDDED: Flags = {
     "wlb_cost": "cost.yaml",
 }
 LAUNCHER = megatron_lm_runs.BOTH | {"train_iters": 6, "wlb_packing": "hold"}
-PP2, DP2, CP2 = megatron_lm_runs.PP2, megatron_lm_runs.DP2, megatron_lm_runs.CP2
-TP2_SP = megatron_lm_runs.TP2_SP
 SLIM: Flags = PP2 | {"wlb_packing": "slim"}
 STRATEGIES: Flags = {"wlb_strategies": ("tp2:512", "pp2:512")}
 ODD = 1

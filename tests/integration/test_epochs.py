@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.layouts import further
-from trainer_runs import TINY, Flags, read_metrics, start
+from trainer_runs import TINY, Flags, finish, read_metrics, start
 
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
@@ -141,8 +141,7 @@ def test_one_epoch_of_training_ends_by_itself_with_every_token_trained(
         "wlb_long_documents": long_documents,
         "wlb_metrics": "metrics",
     }
-    finished = start(tmp_path, 2, flags | {"pipeline_model_parallel_size": 2}).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(start(tmp_path, 2, flags | {"pipeline_model_parallel_size": 2}))
     assert "all documents of the 1 epochs are trained" in finished.output
     assert "wait for a later step" not in finished.output
     steps = list(read_metrics(tmp_path / "metrics"))

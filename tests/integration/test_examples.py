@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from trainer_runs import ROOT, Finished, spawn
+from trainer_runs import ROOT, finish, spawn
 
 SLIM = ["--wlb-packing", "slim", "--wlb-slice-multiple", "8"]
 
@@ -15,9 +15,7 @@ def grpo(folder: Path, num_processes: int, *flags: str) -> list[str]:
     """What each iteration says."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={num_processes}", str(ROOT / "scripts/examples/grpo.py")]
-    finished: Finished = spawn(folder, [*command, *flags]).wait()
-    assert finished.code == 0, finished.output
-    said = finished.output.replace("-0.0000", "0.0000")
+    said = finish(spawn(folder, [*command, *flags])).output.replace("-0.0000", "0.0000")
     return re.findall("^iteration .*", said, re.MULTILINE)
 
 

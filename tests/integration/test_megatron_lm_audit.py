@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, LAYOUTS, finish, launch, needs_megatron_lm
-from trainer_runs import Flags
+from megatron_lm_runs import BOTH, LAYOUTS, launch, needs_megatron_lm
+from trainer_runs import Flags, finish, num_lines, tracked
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.planning.ledger.lines import NAME
@@ -26,13 +26,10 @@ def test_megatron_lm_run_trains_each_token_once(
     flags |= {"wlb_packing": "hold", "wlb_look_ahead": 1, "iterations_to_skip": [1]}
     flags |= {"save": "ck", "load": "ck", "save_interval": 3, "eval_iters": 1, "eval_interval": 4}
     ledger = tmp_path / "ck" / NAME
-    tracker = tmp_path / "ck" / "latest_checkpointed_iteration.txt"
     run = launch(tmp_path, 2, flags)
-    run.wait_until(
-        lambda: tracker.exists() and ledger.exists() and ledger.read_bytes().count(b"\n") >= 1 + 4
-    )
+    run.wait_until(lambda: tracked(ledger.parent) > 0 and num_lines(ledger) >= 1 + 4)
     run.kill()
-    resumed = int(tracker.read_text())
+    resumed = tracked(ledger.parent)
     finish(launch(tmp_path, 1 if name == "torch_dist" else 2, flags))
     capsys.readouterr()
     assert main(["audit", str(tmp_path / "ck"), "--json", "--replay"]) == 0

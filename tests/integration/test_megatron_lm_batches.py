@@ -9,14 +9,13 @@ from megatron_lm_runs import (
     BOTH,
     LAYOUTS,
     assert_equal_steps,
-    finish,
     knows,
     launch,
     logged,
     needs_megatron_lm,
     validations,
 )
-from trainer_runs import Flags, assert_refused
+from trainer_runs import Flags, assert_refused, finish
 
 from megatron_wlb.errors import CheckpointError
 

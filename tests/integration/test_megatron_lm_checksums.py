@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.layouts import further
-from megatron_lm_runs import BOTH, DP2, PP2, finish, launch, needs_megatron_lm
-from trainer_runs import Flags, assert_refused, losses
+from megatron_lm_runs import BOTH, DP2, PP2, launch, needs_megatron_lm
+from trainer_runs import TRACKER, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving import checksums
@@ -21,7 +21,6 @@ from megatron_wlb.runtime.saving import checksums
 pytestmark = needs_megatron_lm
 
 NUM_STEPS = 4
-TRACKER = "latest_checkpointed_iteration.txt"
 REMEDY = f"write 2 into ck/{TRACKER}"
 RUNS: dict[str, tuple[Flags, list[str]]] = {
     "pp2-torch_dist": (PP2, ["common.pt", "__0_0.distcp", ".metadata", "__1_1.distcp"]),
@@ -121,13 +120,13 @@ def test_checkpoint_that_lost_its_checksums(
     folder, flags, _ = saved
     shutil.copytree(folder / "ck", tmp_path / "ck")
     (tmp_path / "ck" / "iter_0000004" / checksums.NAME).unlink()
-    finished = launch(tmp_path, 2, flags).wait()
+    run = launch(tmp_path, 2, flags)
     if flags.get("ckpt_format") == "torch":
-        assert finished.code == 0, finished.output
+        finished = finish(run)
         assert finished.output.count("are not verified: it has no wlb_checksums.txt") == 1
     else:
         fragments = [f"its {checksums.NAME} is missing", REMEDY]
-        assert_refused(finished, CheckpointError.exit_code, *fragments)
+        assert_refused(run.wait(), CheckpointError.exit_code, *fragments)
 
 
 def die_before_the_checksums() -> None:

@@ -17,11 +17,10 @@ from megatron_lm_runs import (
     PP2,
     Flags,
     assert_equal_steps,
-    finish,
     launch,
     needs_megatron_lm,
 )
-from trainer_runs import assert_refused, losses, read_metrics
+from trainer_runs import assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CheckpointError, CorpusError

@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import (
-    BOTH,
-    DP2,
-    EXPERTS,
-    finish,
-    launch,
-    needs_megatron_lm,
-)
-from trainer_runs import Flags, losses
+from megatron_lm_runs import BOTH, DP2, EXPERTS, launch, needs_megatron_lm
+from trainer_runs import Flags, finish, losses
 
 pytestmark = needs_megatron_lm
 

@@ -8,13 +8,12 @@ import pytest
 from megatron_lm_runs import (
     BOTH,
     assert_equal_steps,
-    finish,
     launch,
     logged,
     needs_megatron_lm,
     validations,
 )
-from trainer_runs import Flags, assert_refused, losses
+from trainer_runs import Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import ConfigError
 

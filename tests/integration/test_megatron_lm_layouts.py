@@ -31,12 +31,11 @@ from megatron_lm_runs import (
     Finished,
     Flags,
     assert_equal_steps,
-    finish,
     launch,
     logged,
     needs_megatron_lm,
 )
-from trainer_runs import command_line, losses, read_metrics
+from trainer_runs import command_line, finish, losses, read_metrics
 
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.planning.from_config import known_cost, make_planner

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 from helpers.texts import write_texts
-from megatron_lm_runs import (
-    BOTH,
-    CP2,
-    Flags,
-    assert_equal_steps,
-    finish,
-    launch,
-    needs_megatron_lm,
-)
-from trainer_runs import assert_refused, losses
+from megatron_lm_runs import BOTH, CP2, Flags, assert_equal_steps, launch, needs_megatron_lm
+from trainer_runs import assert_refused, finish, losses
 
 from megatron_wlb.errors import ConfigError
 

@@ -13,13 +13,12 @@ from megatron_lm_runs import (
     PP2,
     Flags,
     assert_equal_steps,
-    finish,
     launch,
     logged,
     needs_megatron_lm,
     validations,
 )
-from trainer_runs import assert_refused
+from trainer_runs import assert_refused, finish
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.targets import write_targets

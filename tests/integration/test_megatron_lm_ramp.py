@@ -9,14 +9,13 @@ from megatron_lm_runs import (
     BOTH,
     PP2_VPP2,
     assert_equal_steps,
-    finish,
     knows,
     launch,
     logged,
     needs_megatron_lm,
     validations,
 )
-from trainer_runs import Flags, assert_refused, losses, read_metrics
+from trainer_runs import Flags, assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError

@@ -19,12 +19,11 @@ from megatron_lm_runs import (
     PP2,
     SLICES,
     TP2_SP,
-    finish,
     launch,
     logged,
     needs_megatron_lm,
 )
-from trainer_runs import Flags, assert_refused, losses
+from trainer_runs import Flags, assert_refused, finish, losses, num_lines, tracked
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
 
@@ -70,15 +69,13 @@ def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Pa
     assert list(expected) == list(range(1, NUM_STEPS + 1))
 
     flags |= {"save": "ck", "load": "ck", "save_interval": 2, "wlb_metrics": "killed"}
-    metrics, tracker = tmp_path / "killed", tmp_path / "ck" / "latest_checkpointed_iteration.txt"
+    metrics = tmp_path / "killed"
     run = launch(tmp_path, num_processes, flags)
     steps = random.Random(name).randint(3, 6)
-    run.wait_until(
-        lambda: tracker.exists() and metrics.exists() and len(losses_so_far(metrics)) >= steps
-    )
+    run.wait_until(lambda: tracked(tmp_path / "ck") > 0 and num_lines(metrics) >= steps)
     run.kill()
-    assert max(losses_so_far(metrics)) < NUM_STEPS
-    assert 2 <= int(tracker.read_text()) < NUM_STEPS
+    assert max(losses(metrics)) < NUM_STEPS
+    assert 2 <= tracked(tmp_path / "ck") < NUM_STEPS
     finish(launch(tmp_path, num_processes, flags))
     assert losses(metrics) == expected
 
@@ -178,11 +175,3 @@ def test_weights_without_the_optimizer_s_state_need_no_fused_adam(
     flags |= {"override_opt_param_scheduler": True}
     finish(launch(tmp_path, 2, flags, fault=leave_torch_s_adam))
     assert list(losses(tmp_path / "metrics")) == [3]
-
-
-def losses_so_far(metrics: Path) -> dict[int, float]:
-    """Without a last line that is being written."""
-    text = metrics.read_text()
-    whole = metrics.with_suffix(".whole")
-    whole.write_text(text[: text.rfind("\n") + 1])
-    return losses(whole)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from helpers.texts import write_texts
-from megatron_lm_runs import BOTH, PP2, SLICES, Flags, finish, launch, needs_megatron_lm
-from trainer_runs import losses, start
+from megatron_lm_runs import BOTH, PP2, SLICES, Flags, launch, needs_megatron_lm
+from trainer_runs import finish, losses, start
 
 pytestmark = needs_megatron_lm
 

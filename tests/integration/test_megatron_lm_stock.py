@@ -24,13 +24,13 @@ from megatron_lm_runs import (
     PP2,
     Finished,
     Flags,
-    finish,
     knows,
     launch,
     logged,
     needs_megatron_lm,
     run_without_launcher,
 )
+from trainer_runs import finish
 
 pytestmark = needs_megatron_lm
 

@@ -17,14 +17,13 @@ from megatron_lm_runs import (
     LLAMA_LATENT,
     WINDOW,
     Flags,
-    finish,
     launch,
     logged,
     needs_megatron_lm,
     run_without_launcher,
     validations,
 )
-from trainer_runs import losses, read_metrics, start
+from trainer_runs import finish, losses, read_metrics, start
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.measure_cost import main as measure_cost

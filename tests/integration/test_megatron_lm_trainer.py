@@ -21,13 +21,12 @@ from megatron_lm_runs import (
     SLICES,
     TP2_SP,
     Flags,
-    finish,
     launch,
     logged,
     needs_megatron_lm,
     validations,
 )
-from trainer_runs import losses, read_metrics, start
+from trainer_runs import evaluations, finish, losses, read_metrics, start
 
 pytestmark = needs_megatron_lm
 
@@ -108,8 +107,7 @@ def test_launcher_trains_as_the_embedded_trainer(
     expected = losses(tmp_path / "embedded")
     assert len(expected) == NUM_STEPS
     assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
-    lines = list(read_metrics(tmp_path / "embedded"))
-    evaluated = [line["valid_loss"] for line in lines if "valid_loss" in line]
+    evaluated = evaluations(tmp_path / "embedded")
     assert len(evaluated) == (2 if "eval_interval" in flags else 0)
     # Megatron-LM evaluates once more at the end: the same documents, by the same weights.
     found = [float(loss) for loss in validations(launched)]
@@ -122,6 +120,7 @@ def test_launcher_trains_as_the_embedded_trainer(
     assert (again > 0) == (case.launched is TIGHT) or hosted > 0
     for depth in range(1, flags.get("mtp_num_layers", 0) + 1):
         # In seven digits; Megatron counts the first one in the second again.
-        theirs = [line[f"mtp_{depth}_loss"] for line in lines if "loss" in line][2:]
+        steps = [line for line in read_metrics(tmp_path / "embedded") if "loss" in line]
+        theirs = [line[f"mtp_{depth}_loss"] for line in steps[2:]]
         said = [float(loss) for loss in logged(launched, f"mtp_{depth} loss")][2:]
         assert said == pytest.approx(theirs, rel=2e-6)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from helpers.waits import recorded
-from megatron_lm_runs import BOTH, MEGATRON_LM, PP2, _launch, finish, needs_megatron_lm
-from trainer_runs import start
+from megatron_lm_runs import BOTH, MEGATRON_LM, PP2, _launch, needs_megatron_lm
+from trainer_runs import finish, start
 
 pytestmark = needs_megatron_lm
 

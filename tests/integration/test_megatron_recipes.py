@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from megatron_lm_runs import BOTH, MEGATRON_LM, PATH, PP2
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.megatron_lm import words
 from megatron_wlb.runtime.megatron_lm.check_arguments import check
+from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.recipe import _TextLoader, read_recipe
 
-PATH = os.environ.get("MEGATRON_LM_PATH")
 pytestmark = pytest.mark.launcher
 TESTS = Path(PATH or "", "tests", "functional_tests")
 SCRIPT = TESTS / "shell_test_utils" / "_run_training.sh"
@@ -69,8 +70,8 @@ def converted_by_megatron(recipe: Path) -> list[str]:
 
 
 def is_megatrons(recipe: Path) -> bool:
-    text = recipe.read_text()
     """Not NeMo's, and not an empty one."""
+    text = recipe.read_text()
     return "\nMODEL_ARGS:\n  " in f"\n{text}" and "trainer.num_nodes" not in text
 
 
@@ -270,44 +271,14 @@ def test_dry_run_asks_megatron() -> None:
         check(PATH or "", world_size, flags)
 
 
-TINY = """
-ENV_VARS: {GPUS_PER_NODE: 2, OMP_NUM_THREADS: 1, CUDA_DEVICE_MAX_CONNECTIONS: 1}
-MODEL_ARGS:
-  --num-layers: 4
-  --hidden-size: 16
-  --num-attention-heads: 2
-  --position-embedding-type: rope
-  --max-position-embeddings: 256
-  --seq-length: 256
-  --micro-batch-size: 1
-  --global-batch-size: 4
-  --train-iters: 9
-  --lr: 1.0e-3
-  --pipeline-model-parallel-size: 2
-  --hidden-dropout: 0.0
-  --attention-dropout: 0.0
-  --data-path: ${CORPUS}
-  --tokenizer-type: NullTokenizer
-  --vocab-size: 256
-  --eval-interval: 100
-  --eval-iters: 0
-  --log-interval: 1
-  --distributed-backend: gloo
-  --transformer-impl: local
-  --no-gradient-accumulation-fusion: true
-  --no-persist-layer-norm: true
-  --no-masked-softmax-fusion: true
-  --no-bias-gelu-fusion: true
-  --no-bias-dropout-fusion: true
-  --no-rope-fusion: true
-  --wlb-packing: hold
-  --wlb-hardware: cpu
-  --wlb-device: cpu
-"""
-
-
 def test_recipe_trains(tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(TINY)
+    flags = MEGATRON_LM | BOTH | PP2 | {"data_path": "${CORPUS}", "train_iters": 9}
+    flags |= {"wlb_packing": "hold", "wlb_hardware": "cpu", "wlb_device": "cpu"}
+    recipe = {
+        "ENV_VARS": {"GPUS_PER_NODE": 2, "OMP_NUM_THREADS": 1, "CUDA_DEVICE_MAX_CONNECTIONS": 1},
+        "MODEL_ARGS": {flag_of(name): value for name, value in flags.items()},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.dump(recipe))
     words = ["recipe", "run", "recipe.yaml", "--megatron", PATH or "", "--", "--train-iters", "3"]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_wlb.cli.main", *words],

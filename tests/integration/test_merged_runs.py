@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.layouts import further
-from megatron_lm_runs import BOTH, DP2, EXPERTS, finish, launch, needs_megatron_lm, validations
-from trainer_runs import TINY, Flags, losses, read_metrics, start
+from megatron_lm_runs import BOTH, DP2, EXPERTS, launch, needs_megatron_lm, validations
+from trainer_runs import TINY, Flags, evaluations, finish, losses, read_metrics, start
 
 from megatron_wlb.data.corpus import build_corpus
 
@@ -67,10 +67,6 @@ def tell_groups() -> None:
         return right(groups, sizes, *rest)
 
     step.open_groups = told
-
-
-def evaluations(metrics: Path) -> list[float]:
-    return [line["valid_loss"] for line in read_metrics(metrics) if "valid_loss" in line]
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import (
-    BOTH,
-    LAYOUTS,
-    PATH,
-    PP2,
-    finish,
-    launch,
-    needs_megatron_lm,
-    validations,
-)
-from trainer_runs import Flags, assert_refused, losses, read_metrics, start
+from megatron_lm_runs import BOTH, LAYOUTS, PATH, PP2, launch, needs_megatron_lm, validations
+from trainer_runs import Flags, assert_refused, evaluations, finish, losses, start
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 
@@ -52,8 +43,7 @@ def test_mock_data_are_the_embedded_trainers_in_another_layout(tmp_path: Path) -
     finish(start(tmp_path, 2, flags | PP2 | EMBEDDED | {"wlb_metrics": "embedded"}))
     found, expected = losses(tmp_path / "launched"), losses(tmp_path / "embedded")
     assert found == pytest.approx(expected, rel=ROUNDING)
-    lines = read_metrics(tmp_path / "embedded")
-    evaluated = [line["valid_loss"] for line in lines if "valid_loss" in line]
+    evaluated = evaluations(tmp_path / "embedded")
     assert len(evaluated) == 2
     assert [float(x) for x in validations(launched)][:2] == pytest.approx(evaluated, rel=ROUNDING)
 

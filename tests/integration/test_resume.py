@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import Flags, Run, losses, read_metrics, start, torchrun
+from megatron_lm_runs import CP2, DP2, EXPERTS, PP2_VPP2, TP2_SP
+from trainer_runs import (
+    TRACKER,
+    Flags,
+    Run,
+    finish,
+    losses,
+    num_lines,
+    read_metrics,
+    start,
+    torchrun,
+    tracked,
+)
 
 from megatron_wlb.runtime.saving.checksums import seal_state, unseal_state
 
@@ -27,77 +39,29 @@ BASE: Flags = {
 }
 SAVING: Flags = {"save": "checkpoints", "load": "checkpoints", "save_interval": 2}
 
-LAYOUTS: dict[str, tuple[int, Flags]] = {
-    "pp2-vpp2-hold-bf16": (
-        2,
-        {
-            "pipeline_model_parallel_size": 2,
-            "num_virtual_stages_per_pipeline_rank": 2,
-            "bf16": True,
-        },
-    ),
+LAYOUTS: dict[str, Flags] = {
+    "pp2-vpp2-hold-bf16": PP2_VPP2 | {"bf16": True},
     # Ranks of unequal lengths draw unequally many random numbers.
-    "dp2-wlb": (
-        2,
-        {"wlb_packing": "wlb", "use_distributed_optimizer": True, "attention_dropout": 0.1},
-    ),
+    "dp2-wlb": DP2 | {"wlb_packing": "wlb", "attention_dropout": 0.1},
     # Optimizer state is spread over context-parallel ranks too.
-    "cp2-hybrid": (
-        2,
-        {
-            "context_parallel_size": 2,
-            "wlb_cp_sharding": "hybrid",
-            "group_query_attention": True,
-            "num_query_groups": 2,
-            "wlb_cp_overlap_groups": 2,
-            "use_distributed_optimizer": True,
-        },
-    ),
+    "cp2-hybrid": DP2 | CP2 | {
+        "wlb_cp_sharding": "hybrid", "wlb_cp_overlap_groups": 2,
+        "group_query_attention": True, "num_query_groups": 2,
+    },
     # Experts' biases move at each step, and a rank has half of the experts.
-    "dp2-ep2-bf16": (
-        2,
-        {
-            "num_experts": 4,
-            "expert_model_parallel_size": 2,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_load_balancing_type": "seq_aux_loss",
-            "moe_aux_loss_coeff": 0.01,
-            "disable_bias_linear": True,
-            "use_distributed_optimizer": True,
-            "bf16": True,
-        },
-    ),
-    "tp2-sp-original-sgd": (
-        2,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "wlb_packing": "original",
-            "optimizer": "sgd",
-        },
-    ),
-}
+    "dp2-ep2-bf16": DP2 | EXPERTS | {"expert_model_parallel_size": 2, "bf16": True},
+    "tp2-sp-original-sgd": TP2_SP | {"wlb_packing": "original", "optimizer": "sgd"},
+}  # fmt: skip
 
 Starter = Callable[[Path, int, Flags], Run]
 
 
 def train(starter: Starter, folder: Path, num_processes: int, flags: Flags) -> dict[int, float]:
     """Losses of a run that nothing interrupts and that saves nothing."""
-    finished = starter(folder, num_processes, flags | {"wlb_metrics": folder / "plain"}).wait()
-    assert finished.code == 0, finished.output
+    finish(starter(folder, num_processes, flags | {"wlb_metrics": folder / "plain"}))
     result = losses(folder / "plain")
     assert list(result) == list(range(1, NUM_STEPS + 1))
     return result
-
-
-def num_lines(metrics: Path) -> int:
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
-def latest(folder: Path) -> int:
-    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def common_of(folder: Path, iteration: int) -> Path:
@@ -114,14 +78,13 @@ def waiting(planner: Any) -> list[list[Any]]:
     return [value for value in planner["packer"].values() if isinstance(value, list) and value]
 
 
-def finish(starter: Starter, folder: Path, num_processes: int, flags: Flags) -> dict[int, float]:
+def go_on(starter: Starter, folder: Path, num_processes: int, flags: Flags) -> dict[int, float]:
     """Starts a killed run again; its losses from the first start on."""
-    resumed = latest(folder)
+    resumed = tracked(folder / "checkpoints")
     assert resumed, "killed before the first checkpoint: nothing is tested"
     if flags.get("wlb_packing") != "original":
         assert waiting(saved_planner(folder, resumed)), "no document waits: nothing to restore"
-    finished = starter(folder, num_processes, flags).wait()
-    assert finished.code == 0, finished.output
+    finished = finish(starter(folder, num_processes, flags))
     assert f"resumed after iteration {resumed} from" in finished.output
     return losses(Path(flags["wlb_metrics"]))
 
@@ -132,7 +95,7 @@ def kill_at_random(
     """SIGKILL to all processes somewhere in or after a random step that is not the last one."""
     metrics = Path(flags["wlb_metrics"])
     ran = [line["iteration"] for line in read_metrics(metrics)] if metrics.exists() else []
-    more = moment.randint(3, NUM_STEPS - 2 - latest(folder))
+    more = moment.randint(3, NUM_STEPS - 2 - tracked(folder / "checkpoints"))
     run = starter(folder, num_processes, flags)
     run.wait_until(lambda: num_lines(metrics) >= len(ran) + more)
     run.sleep(moment.uniform(0, 0.1))
@@ -151,9 +114,9 @@ def test_resume_under_torchrun_gives_bitwise_equal_losses(tmp_path: Path, corpus
     run = torchrun(tmp_path, 2, flags)
     run.wait_until((tmp_path / "checkpoints" / "iter_0000004").exists)
     run.kill()
-    assert latest(tmp_path) == 2, "the save was over already"
+    assert tracked(tmp_path / "checkpoints") == 2, "the save was over already"
     kill_at_random(torchrun, tmp_path, 2, flags, random.Random(20))
-    assert finish(torchrun, tmp_path, 2, flags) == expected
+    assert go_on(torchrun, tmp_path, 2, flags) == expected
 
 
 @pytest.mark.long
@@ -163,10 +126,8 @@ def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path)
     expected = train(start, tmp_path, 1, flags | slow)
 
     flags |= SAVING | {"wlb_metrics": tmp_path / "resumed"}
-    finished = start(tmp_path, 1, flags | slow | {"exit_interval": 4}).wait()
-    assert finished.code == 0, finished.output
-    finished = start(tmp_path, 1, flags).wait()
-    assert finished.code == 0, finished.output
+    finish(start(tmp_path, 1, flags | slow | {"exit_interval": 4}))
+    finished = finish(start(tmp_path, 1, flags))
     assert "attention kernel: sdpa in place of torch-cpu, as in the checkpoint" in finished.output
     assert losses(tmp_path / "resumed") == expected
 
@@ -174,14 +135,13 @@ def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path)
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Path) -> None:
-    num_processes, layout = LAYOUTS[name]
-    flags = BASE | layout | {"data_path": corpus}
-    expected = train(start, tmp_path, num_processes, flags)
+    flags = BASE | LAYOUTS[name] | {"data_path": corpus}
+    expected = train(start, tmp_path, 2, flags)
 
     moment = random.Random(name)
     flags |= SAVING | {"wlb_metrics": tmp_path / "killed"}
-    kill_at_random(start, tmp_path, num_processes, flags, moment)
-    assert finish(start, tmp_path, num_processes, flags) == expected
+    kill_at_random(start, tmp_path, 2, flags, moment)
+    assert go_on(start, tmp_path, 2, flags) == expected
 
 
 @pytest.mark.long
@@ -198,13 +158,12 @@ def test_resume_after_each_kill_in_a_save_uses_the_checkpoint_before(
         folder = tmp_path / "checkpoints" / f"iter_{number:07d}"
         run.wait_until(lambda folder=folder: any(folder.glob("*.distcp")))  # type: ignore[misc]
         run.kill()
-        assert latest(tmp_path) == number - 2, "the save was over already"
+        assert tracked(tmp_path / "checkpoints") == number - 2, "the save was over already"
         # As if it had been killed after the last step before this save.
         assert max(losses(tmp_path / "killed")) == number
         if number == 2:  # There is no checkpoint yet: this one starts from scratch.
-            run = start(tmp_path, 1, flags | {"exit_interval": 2})
-            assert run.wait().code == 0
-    assert finish(start, tmp_path, 1, flags) == expected
+            finish(start(tmp_path, 1, flags | {"exit_interval": 2}))
+    assert go_on(start, tmp_path, 1, flags) == expected
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +171,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Pat
     """A folder with a checkpoint after step 4 and the losses of all steps, and the flags."""
     folder = tmp_path_factory.mktemp("stopped")
     flags = BASE | {"data_path": corpus, "save": "checkpoints", "save_interval": 4}
-    finished = start(folder, 1, flags | {"wlb_metrics": folder / "all"}).wait()
-    assert finished.code == 0, finished.output
-    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
+    finish(start(folder, 1, flags | {"wlb_metrics": folder / "all"}))
+    (folder / "checkpoints" / TRACKER).write_text("4\n")
     return folder, BASE | {"data_path": corpus, "load": "checkpoints"}
 
 

@@ -11,7 +11,18 @@ from typing import Any
 
 import psutil
 from megatron_lm_runs import BOTH, launch, needs_megatron_lm
-from trainer_runs import TINY, Flags, assert_refused, losses, read_metrics, start, torchrun
+from trainer_runs import (
+    TINY,
+    Flags,
+    assert_refused,
+    finish,
+    losses,
+    num_lines,
+    read_metrics,
+    start,
+    torchrun,
+    tracked,
+)
 
 from megatron_wlb.runtime.saving import lock as save_lock
 
@@ -36,14 +47,6 @@ def impatient() -> None:
     save_lock.PATIENCE_S = 0.0
 
 
-def num_lines(metrics: Path) -> int:
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
-def tracked(folder: Path) -> int:
-    return int((folder / "run" / "latest_checkpointed_iteration.txt").read_text())
-
-
 def test_second_run_is_refused_and_sigterm_saves_the_first(tmp_path: Path, corpus: Path) -> None:
     """SIGTERM reaches one of two ranks, in a step of its own choice."""
     flags = TINY | ENDLESS | SAVING | {"data_path": corpus}
@@ -56,15 +59,13 @@ def test_second_run_is_refused_and_sigterm_saves_the_first(tmp_path: Path, corpu
     assert num_lines(tmp_path / "second") == 0
 
     os.kill(run.roots[1], signal.SIGTERM)
-    first = run.wait()
-    assert first.code == 0, first.output
+    first = finish(run)
     reached = max(losses(tmp_path / "metrics"))
     assert f"leaving after iteration {reached}: SIGTERM was received" in first.output
-    assert tracked(tmp_path) == reached
+    assert tracked(tmp_path / "run") == reached
     assert re.search(r"step \d+ ms \| \d+ tokens/s", first.output)
 
-    third = start(tmp_path, 2, flags | {"exit_interval": reached + 2}).wait()
-    assert third.code == 0, third.output
+    third = finish(start(tmp_path, 2, flags | {"exit_interval": reached + 2}))
     assert f"resumed after iteration {reached} from run" in third.output
     assert "left by process" not in third.output
     steps = [line["iteration"] for line in read_metrics(tmp_path / "metrics")]
@@ -101,7 +102,6 @@ def test_launcher_is_refused_a_folder_in_use(tmp_path: Path, corpus: Path) -> No
     second = launch(tmp_path, 2, flags, fault=impatient).wait()
     assert_refused(second, 6, f"--save run is in use by process {run.roots[0]} on ")
     os.kill(run.roots[1], signal.SIGTERM)
-    first = run.wait()
-    assert first.code == 0, first.output
-    assert tracked(tmp_path) == max(losses(tmp_path / "metrics"))
+    finish(run)
+    assert tracked(tmp_path / "run") == max(losses(tmp_path / "metrics"))
     assert not (tmp_path / "run" / save_lock.NAME).exists()

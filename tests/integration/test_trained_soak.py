@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainer_runs import start
+from trainer_runs import finish, start
 
 
 def soak(_argv: list[str]) -> int:
@@ -17,8 +17,7 @@ def soak(_argv: list[str]) -> int:
 
 
 def test_trained_slices_leave_no_tensor_and_no_key(tmp_path: Path) -> None:
-    finished = start(tmp_path, 1, {}, program=soak).wait()
-    assert finished.code == 0, finished.output
+    finish(start(tmp_path, 1, {}, program=soak))
     figures = json.loads((tmp_path / "soak.json").read_text())
     assert figures["slices"] > 20, figures
     assert figures["refusal"] == "", figures

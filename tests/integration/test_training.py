@@ -9,24 +9,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.layouts import further
-from trainer_runs import TINY, Flags, assert_refused, losses, read_metrics, start
+from megatron_lm_runs import PP2, RECOMPUTED, TP2_SP
+from trainer_runs import (
+    TINY,
+    Flags,
+    assert_refused,
+    evaluations,
+    finish,
+    losses,
+    read_metrics,
+    start,
+)
 
 from megatron_wlb.errors import TrainingError
 
-PP2: Flags = {"pipeline_model_parallel_size": 2}
 DP2: Flags = {}
-TP2_SP: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def train(folder: Path, num_processes: int, flags: Flags, name: str = "metrics") -> Path:
     """Runs to the end; the metrics."""
-    finished = start(folder, num_processes, flags | {"wlb_metrics": name}).wait()
-    assert finished.code == 0, finished.output
+    finish(start(folder, num_processes, flags | {"wlb_metrics": name}))
     return folder / name
-
-
-def evaluations(metrics: Path) -> list[float]:
-    return [line["valid_loss"] for line in read_metrics(metrics) if "valid_loss" in line]
 
 
 @pytest.mark.parametrize("layout", [PP2, further(DP2)], ids=["pp2", "dp2"])
@@ -80,14 +83,8 @@ def test_bf16_run_learns_as_fp32_does(tmp_path: Path, corpus: Path) -> None:
 
 
 RECOMPUTE: list[Flags] = [
-    {"recompute_granularity": "selective"},
-    {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-]
+    {"recompute_granularity": "selective"}, RECOMPUTED, RECOMPUTED | {"recompute_method": "block"},
+]  # fmt: skip
 
 
 @pytest.mark.long
@@ -133,16 +130,6 @@ def test_measured_cost_trains_the_same_documents_in_every_layout(
         (line, *_) = read_metrics(metrics)
         assert line["tokens"] > 512
         assert line["imbalance"] >= 1
-
-
-def test_settings_file_is_the_command_line(tmp_path: Path, corpus: Path) -> None:
-    flags = TINY | {"data_path": corpus, "sequence_parallel": False, "lr": 0.01}
-    (tmp_path / "run.yaml").write_text(
-        f"data_path: {corpus}\nlr: 0.01\ntrain_iters: 9\n"
-        + "".join(f"{k}: {v}\n" for k, v in TINY.items() if k != "train_iters")
-    )
-    from_file = train(tmp_path, 1, {"wlb_config": "run.yaml", "train_iters": 4}, "file")
-    assert losses(from_file) == losses(train(tmp_path, 1, flags, "flags"))
 
 
 def test_a_loss_that_is_not_finite_ends_training(tmp_path: Path, corpus: Path) -> None:

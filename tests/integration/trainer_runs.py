@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
 """A run here takes seconds, or two minutes on slow cores: one that takes this long hangs."""
 TRAINER = "megatron_wlb.pretrain_gpt"
+TRACKER = "latest_checkpointed_iteration.txt"
 
 Flags = dict[str, Any]
 """Flag names without dashes in front, with ``_`` or ``-``; True is a switch, None leaves out."""
@@ -143,6 +144,13 @@ def assert_refused(finished: Finished, exit_code: int | None, *fragments: str) -
     for fragment in fragments:
         assert fragment in line, line
     assert "Traceback" not in finished.output, finished.output
+
+
+def finish(run: Run) -> Finished:
+    """The end of a run that must end well."""
+    finished = run.wait()
+    assert finished.code == 0, finished.output
+    return finished
 
 
 def torchrun(folder: Path, num_processes: int, flags: Flags, *, module: str = TRAINER) -> Run:
@@ -259,11 +267,28 @@ def _new_log(folder: Path) -> Path:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that steps and evaluations wrote, in order."""
-    for line in path.read_text().splitlines():
-        yield json.loads(line)
+    """The lines that steps and evaluations wrote, in order; none of a last one without its end."""
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
 
 
 def losses(path: Path) -> dict[int, float]:
     """Loss of each iteration; of those that ran more than once, the last time."""
     return {line["iteration"]: line["loss"] for line in read_metrics(path) if "loss" in line}
+
+
+def evaluations(path: Path) -> list[float]:
+    """The loss of each evaluation."""
+    return [line["valid_loss"] for line in read_metrics(path) if "valid_loss" in line]
+
+
+def num_lines(path: Path) -> int:
+    """How many lines of a file are whole; 0 of one that is not there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def tracked(folder: Path) -> int:
+    """The iteration of the newest checkpoint in a folder of ``--save``; 0 if there is none yet."""
+    tracker = folder / TRACKER
+    return int(tracker.read_text()) if tracker.exists() else 0
