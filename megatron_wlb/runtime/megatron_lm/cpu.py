@@ -106,11 +106,6 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     return original(args, *rest, **kwargs)
 
 
-def uninstall() -> None:
-    """Restores what :func:`install` replaced in ``megatron.training``; the emulation stays."""
-    _patches.restore()
-
-
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
