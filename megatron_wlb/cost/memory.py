@@ -24,7 +24,7 @@ from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer
-from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.graph import Bools, Floats
 from megatron_wlb.cost.schedule.hosting import held_amounts
 from megatron_wlb.cost.schedule.order import Action, Columns, columns_of, schedule
 from megatron_wlb.cost.shape import Parallelism, Recompute, Stage
@@ -79,7 +79,6 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
 
 
 Integers: TypeAlias = npt.NDArray[np.int64]
-Bools: TypeAlias = npt.NDArray[np.bool_]
 BytesOfUnits: TypeAlias = Mapping[tuple[str, int], Floats]
 """By pass and the id of a chunk's tape, :meth:`MemoryModel.unit_bytes`."""
 
@@ -132,7 +131,8 @@ class MemoryModel(Executed):
     @property
     def total_parameters(self) -> int:
         """Parameters of the whole model, each once whatever ranks have copies of it."""
-        return self._alone.num_parameters(0)
+        alone = self.executed(parallelism=Parallelism(), store_ranks=None)
+        return alone.num_parameters(0)
 
     def expert_parameters(self, stage: int) -> int:
         """Parameters of the experts that a rank has of a virtual stage, shared ones left out."""
@@ -217,12 +217,13 @@ class MemoryModel(Executed):
 
         ``lengths`` are the padded tokens of the rank's micro-batches, in running order.
         """
-        return self._walk(pp_rank, self._order(len(lengths))[pp_rank], lengths)
+        actions = self._order(len(lengths))[pp_rank]
+        uses = self.activation_bytes(pp_rank, actions, UnitTable.of(map(Unit, lengths)))
+        return max((use.peak for use in uses), default=0.0)
 
     def peak_bytes(self, pp_rank: int, lengths: Sequence[int]) -> float:
         """The most bytes alive in a step, its optimizer update included."""
-        activations = self.activation_peak_bytes(pp_rank, lengths)
-        return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
+        return self.alive_bytes(pp_rank, self.activation_peak_bytes(pp_rank, lengths))
 
     def max_tokens(self, limit_bytes: float, num_micro_batches: int, *, multiple: int = 1) -> int:
         """S_max: the longest micro-batch such that a step of ``num_micro_batches`` of that length
@@ -329,16 +330,11 @@ class MemoryModel(Executed):
         dense = self.num_parameters(pp_rank) - experts
         return FP32 * dense // self._state_shards + FP32 * experts // self._expert_shards
 
-    @property
-    def _alone(self) -> MemoryModel:
-        """The same model on one rank."""
-        return self.executed(parallelism=Parallelism(), store_ranks=None)
-
     @cached_property
     def _store_shard(self) -> int:
         """Parameters that a rank of the store has, at most."""
         assert self.execution.store_ranks is not None
-        return -(-self._alone.num_parameters(0) // self.execution.store_ranks)
+        return -(-self.total_parameters // self.execution.store_ranks)
 
     @cached_property
     def _stages(self) -> tuple[Stage, ...]:
@@ -371,10 +367,6 @@ class MemoryModel(Executed):
     def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
         p = self.parallelism
         return schedule(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
-
-    def _walk(self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]) -> float:
-        uses = self.activation_bytes(pp_rank, actions, UnitTable.of(map(Unit, lengths)))
-        return max((use.peak for use in uses), default=0.0)
 
     def activation_bytes(
         self,
