@@ -52,10 +52,7 @@ class ActivationModel(Blocks):
                 inner = self._layers(group_layers, keep_output=False)
                 kept, again = (0.0, self.hidden) if leaves else (self.hidden, 0.0)
                 # In backward its output exists again.
-                buffers = (sum(o.keys for o in inner), sum(o.gradients for o in inner))
-                operations.append(
-                    Operation("recomputed", kept, 0.0, again, 0, inner, 0.0, *buffers)
-                )
+                operations.append(_recomputed(inner, kept, again))
             else:
                 operations += self._layers(group_layers, keep_output=not leaves)
         rotary = self.shape.kv_channels * self.shape.rotary_percent
@@ -152,9 +149,7 @@ class ActivationModel(Blocks):
         )
         if not self.recompute.of_predictors:
             return (self._embedding(), *inner)
-        buffers = (sum(o.keys for o in inner), sum(o.gradients for o in inner))
-        recomputed = Operation("recomputed", self.hidden, 0.0, 0.0, 0, inner, 0.0, *buffers)
-        return (self._embedding(), recomputed)
+        return (self._embedding(), _recomputed(inner, self.hidden, 0.0))
 
     def _head(self) -> list[Operation]:
         shape, p, e = self.shape, self.parallelism, self.element_bytes
@@ -177,3 +172,9 @@ class ActivationModel(Blocks):
                 stays=2 * INT64,
             ),
         ]
+
+
+def _recomputed(inner: tuple[Operation, ...], kept: float, again: float) -> Operation:
+    """Layers that run once more in backward, where ``again`` is alive besides."""
+    buffers = (sum(o.keys for o in inner), sum(o.gradients for o in inner))
+    return Operation("recomputed", kept, 0.0, again, 0, inner, 0.0, *buffers)
