@@ -119,13 +119,9 @@ def _sliced(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Order:
     return _order(sliced_columns(pp_size, chains, vpp_size))
 
 
-def sliced_columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Sequence[Columns]:
-    """:func:`sliced` in arrays, which takes a tenth of the time."""
-    return _sliced_columns(pp_size, chains, vpp_size)
-
-
 @lru_cache(maxsize=8)
-def _sliced_columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> list[Columns]:
+def sliced_columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> list[Columns]:
+    """:func:`sliced` in arrays, which takes a tenth of the time."""
     if min(chains, default=0) < 1:
         raise ConfigError(f"chains of {list(chains)} micro-batches; give one, of at least 1 each")
     num = sum(chains)
