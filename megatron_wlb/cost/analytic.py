@@ -39,12 +39,12 @@ from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
 from megatron_wlb.cost.parts.feed_forward import FeedForward
 from megatron_wlb.cost.shape import Stage
 from megatron_wlb.cost.slices import PrefixCosts
+from megatron_wlb.cost.workspace import FP32
 
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Work of the backward pass, in forwards."""
 
-_FP32 = 4
-_LOSS_BYTES = 9 * _FP32
+_LOSS_BYTES = 9 * FP32
 """A logit's fp32 traffic: cast, maximum, subtraction, exponential, sum, division."""
 
 
@@ -259,7 +259,7 @@ class AnalyticModel(Executed):
 
     def _ends(self, stage: Stage) -> list[tuple[int, ForwardTimes]]:
         """How many embeddings and LM heads a virtual stage has, and what each takes."""
-        num_ahead = sum(num for num, _ in self.shape.predictors) if stage.last else 0
+        num_ahead = self.shape.num_ahead if stage.last else 0
         return [
             (stage.first + num_ahead, self.embedding()),
             (stage.last + num_ahead, self.head()),
@@ -322,7 +322,7 @@ class AnalyticModel(Executed):
             for num, layer in runs:
                 keys = sum(part.key_size for part in layer.parts if part.reach_tokens is None)
                 own_bytes = self._precisions(layer).attention.element_bytes
-                num_bytes = 2 * own_bytes + 2 * max(_FP32, own_bytes)
+                num_bytes = 2 * own_bytes + 2 * max(FP32, own_bytes)
                 us += num * self.hardware.memory_us(2 * keys / p.tp_size * num_bytes)
             row_us.append(us)
         merged_us = tuple(
@@ -359,7 +359,7 @@ class AnalyticModel(Executed):
         own_bytes = self._precisions(layer).attention.element_bytes
         shown = 1 - machine.cp_overlap  # The next layer's run beside this one's work.
 
-        sum_bytes = max(_FP32, own_bytes)
+        sum_bytes = max(FP32, own_bytes)
 
         def taken_us(each_bytes: int, copied: int) -> float:
             numbers = 2 * keys / p.tp_size
@@ -427,7 +427,7 @@ class AnalyticModel(Executed):
         """By how much the exchange of gradients takes longer in fp32 than in their own dtype."""
         precisions = self._precisions(layer)
         own_bytes = precisions.attention.element_bytes
-        return (max(_FP32, own_bytes) / own_bytes - 1) * self.layer(layer).cp_us
+        return (max(FP32, own_bytes) / own_bytes - 1) * self.layer(layer).cp_us
 
     def _matrix_us(self, num_weights: int, precision: Precision) -> float:
         tflops = self.hardware.reached_tflops(precision.share, precision.peak)

@@ -10,9 +10,6 @@ from megatron_wlb.cost.workspace import FP32
 
 Kernels: TypeAlias = Literal["torch", "fused"]
 
-DOCUMENT_TOKENS = 1024
-"""Tokens of a document in the mean, for what kernels add to each; real corpora have more."""
-
 
 @dataclass(frozen=True, slots=True)
 class Execution:
@@ -63,8 +60,8 @@ class Execution:
     """2³⁰ bytes of the host's memory for each device, where activations of slices may wait."""
     expert_imbalance: float = 1.0
     """Memory is of a rank whose experts get so many times the mean rank's tokens."""
-    document_tokens: float = DOCUMENT_TOKENS
-    """Tokens of a document in the mean."""
+    document_tokens: float = 1024
+    """Tokens of a document in the mean, for what kernels add to each; real corpora have more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_wlb.cost.document import DocumentCost, unseen
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.errors import ConfigError
-
-Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

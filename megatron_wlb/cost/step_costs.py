@@ -26,6 +26,7 @@ from megatron_wlb.cost.schedule.graph import Floats, Graph
 from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, PrefixCosts, Unit, UnitTable
+from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
 
 BACKWARD_OVERHEAD = 2 / 3
@@ -35,7 +36,6 @@ BUCKET_PARAMETERS = 40_000_000
 """Megatron reduces the first stage's gradients in buckets of so many, or of a million a DP rank if
 that is more; those of every other stage, whose reduction others hide, at once."""
 
-_FP32 = 4
 UPDATE_BYTES = 38
 """A parameter's traffic in Adam's update: both moments and the master weight read and written
 (24), the gradient read for its norm and for the update and set to zero (12), the weight (2)."""
@@ -443,11 +443,11 @@ def analytic_costs(model: AnalyticModel, memory: MemoryModel) -> StepCosts:
 
     def reduce_us(num: int, num_ranks: int) -> float:
         ring = (num_ranks - 1) / num_ranks * passes
-        return _collective_us(machine, ring * num * _FP32, num_ranks, replicas)
+        return _collective_us(machine, ring * num * FP32, num_ranks, replicas)
 
     # Layers that predict further ahead have a copy of the embedding, tied or not.
     tied = (model.shape.tied_embeddings or model.shape.num_ahead > 0) and p.pp_size > 1
-    embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
+    embedding = model.shape.head_linear_parameters // p.tp_size * FP32
     return StepCosts(
         StageCosts.of_model(model.stage_costs(), model, model.launches_us()),
         p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
