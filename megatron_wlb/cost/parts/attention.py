@@ -60,11 +60,6 @@ class Attention(Part):
         return self.query_size
 
     @property
-    def matrix_numbers(self) -> int:
-        """Weights that a token passes, for each number of the hidden state."""
-        return self.columns + self.rows
-
-    @property
     def elementwise_numbers(self) -> int:
         """Read and written a token: q, k, v taken out of one tensor, rotated, normalised."""
         times = (self.rotary_percent > 0) + self.qk_norm

@@ -33,11 +33,6 @@ class FeedForward(Part):
         return self.ffn_hidden_size
 
     @property
-    def matrix_numbers(self) -> int:
-        """Weights that a token passes, for each number of the hidden state."""
-        return self.columns + self.rows
-
-    @property
     def elementwise_numbers(self) -> int:
         """Read and written a token by the activation function."""
         return self.columns + self.rows
