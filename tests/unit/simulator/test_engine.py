@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_wlb.cost.schedule.graph import Graph
-from megatron_wlb.cost.schedule.order import Action, one_f_one_b, schedule
+from megatron_wlb.cost.schedule.order import Action, one_f_one_b
 from megatron_wlb.errors import PlanError
 from megatron_wlb.simulator.engine import Interval, Timeline, check_times, timeline
 
@@ -54,21 +50,6 @@ def test_replay_of_equal_micro_batches_is_the_closed_form_of_1f1b_and_gpipe(
     assert bubble_us / ideal_us == pytest.approx((pp_size - 1) / num_micro_batches, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(2, 2, 2), (2, 3, 6), (3, 2, 9), (4, 2, 4), (4, 2, 16), (4, 4, 8), (8, 2, 16), (4, 2, 12, 6)],
-)
-def test_replay_of_equal_micro_batches_is_the_closed_form_of_interleaved(sizes):
-    """The bubble shrinks to (P - 1)/(V·N) of the ideal time."""
-    pp_size, vpp_size, num_micro_batches, *_ = sizes
-    timeline = replay(schedule(*sizes), uniform(sizes, 3.0), uniform(sizes, 7.0))
-    ideal_us = vpp_size * num_micro_batches * 10.0
-    assert timeline.step_us == ideal_us + (pp_size - 1) * 10.0
-    bubble_us = timeline.bubble_share * timeline.step_us
-    expected = (pp_size - 1) / (vpp_size * num_micro_batches)
-    assert bubble_us / ideal_us == pytest.approx(expected, rel=1e-12)
-
-
 def test_replay_shows_the_heavy_micro_batch_on_every_stage():
     """By hand: 2 ranks, 3 micro-batches, backward twice the forward, the middle one heavy."""
     times = [[[1.0, 4.0, 1.0]]] * 2
@@ -97,68 +78,6 @@ def test_replay_shows_the_heavy_micro_batch_on_every_stage():
     assert timeline.step_us == 28.0
     assert timeline.busy_us == (18.0, 18.0)
     assert timeline.bubble_share == 1 - 36 / 56
-
-
-def longest_path(order, times, p2p_us):
-    """The longest of all paths through the actions, by trying every one of them."""
-    pp_size = len(order)
-    stages = pp_size * (1 + max(a.chunk for a in order[0]))
-    nodes = {
-        (action.kind, action.chunk * pp_size + rank, action.micro_batch): rank
-        for rank, actions in enumerate(order)
-        for action in actions
-    }
-    after = {node: [] for node in nodes}
-    for rank, actions in enumerate(order):
-        names = [(a.kind, a.chunk * pp_size + rank, a.micro_batch) for a in actions]
-        for one, other in pairwise(names):
-            after[one].append((other, 0.0))
-    for kind, stage, micro_batch in nodes:
-        last = stage == stages - 1
-        if kind == F:
-            consumer = (B, stage, micro_batch) if last else (F, stage + 1, micro_batch)
-        elif stage:
-            consumer = (B, stage - 1, micro_batch)
-        else:
-            continue
-        crosses = nodes[consumer] != nodes[kind, stage, micro_batch]
-        after[kind, stage, micro_batch].append((consumer, p2p_us if crosses else 0.0))
-
-    def length_from(node):
-        kind, stage, micro_batch = node
-        time_us = times[kind][stage % pp_size][stage // pp_size][micro_batch]
-        return time_us + max((gap + length_from(n) for n, gap in after[node]), default=0.0)
-
-    return max(length_from(node) for node in nodes)
-
-
-SMALL = [(1, 1, 3), (2, 1, 1), (2, 1, 4), (3, 1, 2), (3, 1, 3), (4, 1, 2), (2, 2, 2), (3, 2, 3)]
-
-
-@settings(max_examples=80)
-@given(st.sampled_from(SMALL), st.integers(0, 40), st.data())
-def test_replay_takes_as_long_as_the_longest_path(sizes, p2p_us, data):
-    pp_size, vpp_size, num_micro_batches = sizes
-    count = pp_size * vpp_size * num_micro_batches
-    # Whole µs, so that sums in any order are exact.
-    one_kind = st.lists(st.integers(0, 100), min_size=count, max_size=count)
-    times = {}
-    for kind in (F, B):
-        flat = iter(data.draw(one_kind))
-        times[kind] = [
-            [[float(next(flat)) for _ in range(num_micro_batches)] for _ in range(vpp_size)]
-            for _ in range(pp_size)
-        ]
-    order = schedule(*sizes)
-    timeline = replay(order, times[F], times[B], p2p_us)
-    last_stop_us = max(rank[-1].stop_us for rank in timeline.intervals)
-    assert last_stop_us == longest_path(order, times, p2p_us)
-    for rank, intervals in enumerate(timeline.intervals):
-        assert [i.action for i in intervals] == order[rank]
-        assert timeline.busy_us[rank] == sum(map(sum, times[F][rank] + times[B][rank]))
-        for before, after in pairwise(intervals):
-            assert before.stop_us <= after.start_us
-    assert 0.0 <= timeline.bubble_share <= 1.0
 
 
 def test_timeline_may_be_recorded_and_start_at_any_time():
