@@ -3,16 +3,8 @@ import dataclasses
 import pytest
 from helpers.machines import H100
 
-from megatron_wlb.cost import (
-    AnalyticModel,
-    DocumentCost,
-    Hardware,
-    ModelShape,
-    Parallelism,
-    Recompute,
-)
+from megatron_wlb.cost import AnalyticModel, Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.execution import Execution
-from megatron_wlb.errors import ConfigError
 
 LLAMA2_7B = ModelShape(
     hidden_size=4096,
@@ -201,26 +193,6 @@ def test_gradients_of_keys_in_fp32_are_exchanged_for_twice_as_long(
     longer_us = exact.backward_linear_us - plain.backward_linear_us
     assert longer_us == pytest.approx((times - 2) * 32 * layer.cp_us)
     assert exact.forward_linear_us == plain.forward_linear_us
-
-
-def test_analytic_cost_is_the_whole_model() -> None:
-    cost = AnalyticModel(LLAMA2_7B, Execution(REFERENCE_LAYOUT), H100).cost()
-    assert cost == model().cost()
-    assert isinstance(cost, DocumentCost)
-    assert (
-        AnalyticModel(LLAMA2_7B, Execution(), H100).cost()
-        == model(parallelism=Parallelism()).cost()
-    )
-    wider = AnalyticModel(LLAMA2_7B, Execution(bf16=False), H100).cost()
-    assert (
-        wider.forward_linear_us
-        > AnalyticModel(LLAMA2_7B, Execution(), H100).cost().forward_linear_us
-    )
-
-
-def test_layers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="32 layers do not divide over 3 model chunks"):
-        model(parallelism=Parallelism(pp_size=3)).cost()
 
 
 def test_kernels_cost_a_micro_batch_whatever_its_length() -> None:

@@ -32,8 +32,7 @@ def test_work_tells_the_parts_of_the_total() -> None:
     assert COST.work([]).total_us == 7
 
 
-def test_document_cost_survives_json() -> None:
-    assert DocumentCost.from_dict(json.loads(json.dumps(COST.as_dict()))) == COST
+def test_micro_batch_time_may_be_left_out() -> None:
     values = COST.as_dict()
     del values["micro_batch_us"]
     assert DocumentCost.from_dict(values).micro_batch_us == 0
@@ -54,16 +53,11 @@ def test_stored_cost_comes_back_as_what_it_was() -> None:
         ({"micro_batch_us": math.inf}, "micro_batch_us is inf"),
         ({"forward_linear_us": "2"}, "forward_linear_us is '2'; give a number"),
         ({"forward_linear": 2.0}, "unknown entry forward_linear; use forward_linear_us"),
+        ({"backward_linear_us": None}, "backward_linear_us is missing"),
         (dict.fromkeys(COST.as_dict(), 0.0), "all coefficients are 0"),
     ],
 )
 def test_document_cost_refuses_bad_coefficients(change: dict, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        DocumentCost.from_dict(COST.as_dict() | change)
-
-
-def test_document_cost_refuses_a_missing_coefficient() -> None:
-    values = COST.as_dict()
-    del values["backward_linear_us"]
-    with pytest.raises(ConfigError, match="backward_linear_us is missing"):
-        DocumentCost.from_dict(values)
+        values = COST.as_dict() | change
+        DocumentCost.from_dict({name: us for name, us in values.items() if us is not None})

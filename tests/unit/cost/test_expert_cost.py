@@ -21,7 +21,7 @@ from megatron_wlb.cost.layers import Layer, Precision, Precisions
 from megatron_wlb.cost.memory import num_communicators
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.parts import Experts
-from megatron_wlb.cost.step_costs import StepCosts, analytic_costs
+from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.errors import ConfigError
 
 DENSE = ModelShape(
@@ -205,14 +205,6 @@ def test_stages_cost_as_their_own_layers_do() -> None:
     assert parameters[1] == parameters[2] > parameters[0]
 
 
-def test_model_without_experts_costs_what_it_did() -> None:
-    same = DENSE.with_experts(EXPERTS, [False] * 4)
-    assert model(same).cost() == model(DENSE).cost()
-    assert MemoryModel(same, Execution()).peak_bytes(0, [4096] * 3) == MemoryModel(
-        DENSE, Execution()
-    ).peak_bytes(0, [4096] * 3)
-
-
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
 def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
     def kept(experts: Experts, imbalance: float = 1.0, recompute: Recompute = NONE) -> float:
@@ -297,13 +289,3 @@ def test_groups_are_of_replicas_that_lack_experts_only() -> None:
     (first, once), (second, twice) = shared.routed_us
     assert second == pytest.approx(2 * first) and twice == pytest.approx(2 * once)
     assert once == pytest.approx(3 * first)  # two of backward, one that is run again
-
-
-def test_costs_of_a_step_name_the_groups() -> None:
-    layout = Parallelism(dp_size=4, ep_size=4)
-    costs = analytic_costs(
-        model(SHAPE, layout),
-        MemoryModel(SHAPE, Execution(layout)),
-    )
-    assert isinstance(costs, StepCosts) and costs.experts is not None
-    assert costs.experts.num_replicas == 4

@@ -136,8 +136,3 @@ def test_longest_micro_batch_of_the_reference_is_plausible() -> None:
 def test_memory_that_holds_nothing_is_an_error(limit_gib: float, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         MemoryModel(LLAMA2_7B, Execution()).max_tokens(limit_gib * GIB, 4, multiple=65536)
-
-
-def test_layout_that_does_not_divide_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="32 layers do not divide over 5 model chunks"):
-        MemoryModel(LLAMA2_7B, Execution(Parallelism(pp_size=5)))

@@ -29,6 +29,13 @@ LENGTHS = [[stop - start] for start, stop in pairwise(CUTS)]
 PREFIXES = [[start] for start in CUTS[:-1]]
 
 
+class Opaque:
+    """A cost that is no coefficients."""
+
+    def __init__(self, cost: DocumentCost) -> None:
+        self.work = cost.work
+
+
 @pytest.mark.parametrize("cost", [COST, TABLE], ids=["document", "table"])
 def test_slices_take_in_all_what_their_document_takes(cost):
     """Besides what each micro-batch takes by itself; the table's linear part is a line."""
@@ -49,12 +56,8 @@ def test_slice_beside_documents_takes_its_pairs_by_hand():
     assert forward == pytest.approx(3 * 128 + 0.5 * pairs + 3)
     assert backward == pytest.approx(6 * 128 + 1.25 * pairs + 6)
 
-    class Opaque:
-        def work(self, lengths):
-            return COST.work(lengths)
-
     given = ([[100, 20, 8], [7]], [1.5, 2.0], [[300, 0, 0], [0]])
-    assert StageCosts((Opaque(),)).times_us(*given) == pytest.approx(costs.times_us(*given))
+    assert StageCosts((Opaque(COST),)).times_us(*given) == pytest.approx(costs.times_us(*given))
     # An uneven sharding of the tokens that run does not multiply the keys before them.
     scaled = costs.times_us([[100, 20, 8]], [1.5], [[300, 0, 0]])[0, 0, 0]
     assert scaled - forward == pytest.approx(0.5 * 0.5 * (100 * 100 + 20 * 20 + 8 * 8))
@@ -95,12 +98,8 @@ def test_rows_before_a_slice_cost_by_hand() -> None:
     assert more[0] == pytest.approx(np.array([[forward_us, 0.0]] * 2))
     assert more[1] == pytest.approx(np.array([[0.25 * 300, 0.0], [0.0, 0.0]]))
 
-    class Opaque:
-        def work(self, lengths):
-            return COST.work(lengths)
-
     given = (lengths, None, before)
-    opaque = StageCosts((Opaque(), Opaque()), prefixes).times_us(*given)
+    opaque = StageCosts((Opaque(COST), Opaque(COST)), prefixes).times_us(*given)
     assert opaque == pytest.approx(costs.times_us(*given))
 
 
@@ -150,15 +149,11 @@ def test_shares_of_a_unit_by_hand() -> None:
     prefixes = PrefixCosts(4, 1, 132, rows, merged)
     fixed = DocumentCost(3.0, 0.5, 5.0, 0.75, micro_batch_us=30.0)
 
-    class Opaque:
-        def work(self, lengths):
-            return fixed.work(lengths)
-
     idle = prefixes.idle(2500)
     assert idle == prefixes.idle(5000 / 2) != prefixes.idle(5000)
     forward_us = (3.0 * 5000 + 0.5 * (5000**2 + idle * 2 * 300 * 5000)) / 2 + 10 + 0.125 * 5000
     backward_us = (5.0 * 5000 + 0.75 * (5000**2 + 2 * 300 * 5000)) / 2 + 20 + 0.125 * 5000
-    for cost in (fixed, Opaque()):
+    for cost in (fixed, Opaque(fixed)):
         costs = StageCosts((cost,), prefixes)
         times = costs.times_us([[5000], [7]], prefixes=[[300], [0]], replicas=[2, 1])
         assert times[:, 0, 0] == pytest.approx([forward_us, backward_us + 0.25 * 300])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost import AnalyticModel, DocumentCost, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.attention import AnalyticAttention, SlidingAttention, pairs, pairs_in_reach
+from megatron_wlb.cost.attention import AnalyticAttention, SlidingAttention, pairs_in_reach
 from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.profile import Sample, fit_document_cost
@@ -221,7 +221,3 @@ def test_measured_table_is_of_one_window() -> None:
 def test_recipe_of_a_model_has_its_window() -> None:
     assert model_flags(EVERY)["--window-size"] == "299,0"
     assert "--window-size" not in model_flags(PLAIN)
-
-
-def test_pairs_without_a_reach_are_causal() -> None:
-    assert int(pairs_in_reach(np.array(5), np.array(9), 9)) == int(pairs(np.array(5), np.array(9)))
