@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
 )
 from megatron_wlb.runtime.gpt.attention.kernels import choose as choose_module
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
-from megatron_wlb.runtime.gpt.attention.kernels.choose import Candidate
+from megatron_wlb.runtime.gpt.attention.kernels.choose import Candidate, check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
@@ -55,12 +57,87 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
 def flash(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
     max_seqlen_k: int, softmax_scale: float, causal: bool, deterministic: bool = False,
+    **asked: Any,
 ) -> Any:  # fmt: skip
-    """What the flash-attn packages promise, on the CPU; and the log-sum-exp, as early ones."""
+    """What the flash-attn packages promise, on the CPU; and the log-sum-exp, as early ones.
+
+    ``asked`` are a sliding window and dropout, which not all versions have.
+    """
     assert causal
-    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flash.deterministic = deterministic  # type: ignore[attr-defined]
-    return sdpa_varlen(q, k, v, segments, softmax_scale), None
+    flash.asked = {*asked, *(["deterministic"] if deterministic else [])}  # type: ignore[attr-defined]
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    segments = segments_of(*lengths, asked.pop("window_size", (None, None)))
+    dropout = asked.pop("dropout_p", 0.0)
+    assert not asked
+    return sdpa_varlen(q, k, v, segments, softmax_scale, dropout), None
+
+
+class DotProductAttention:
+    """TransformerEngine's, on the CPU."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, *, softmax_scale: float, attention_dropout: float,
+        num_gqa_groups: int, qkv_format: str, attn_mask_type: str,
+    ) -> None:  # fmt: skip
+        """It is given no tracker of random numbers: it would fork Megatron's stream, which is equal
+        on context-parallel ranks.
+        """
+        self.scale = softmax_scale
+        self.asked = {"dropout_p": attention_dropout} if attention_dropout else {}
+
+    def __call__(
+        self, q: Any, k: Any, v: Any, *, qkv_format: str, attn_mask_type: str, cu_seqlens_q: Any,
+        cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int, **asked: Any,
+    ) -> Any:  # fmt: skip
+        assert (qkv_format, attn_mask_type) == ("thd", "padding_causal_bottom_right")
+        assert max_seqlen_q % 64 == max_seqlen_kv % 64 == 0  # as cuDNN 9.6 needs it
+        both = (cu_seqlens_q, cu_seqlens_kv)
+        longest = [int(starts.diff().max()) for starts in both]
+        assert longest[0] <= max_seqlen_q and longest[1] <= max_seqlen_kv
+        asked |= self.asked
+        return flash(q, k, v, *both, *longest, self.scale, causal=True, **asked)[0].flatten(1)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """TransformerEngine, and torch's operations for packed segments, which it has for GPUs alone.
+
+    The state of random numbers passes from the first operation to the second.
+    """
+    te = "transformer_engine"
+    module = types.ModuleType(f"{te}.pytorch")
+    module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, te, types.ModuleType(te))
+    monkeypatch.setitem(sys.modules, f"{te}.pytorch", module)
+
+    def factors(probability: float, like: torch.Tensor) -> torch.Tensor:
+        return (torch.rand_like(like) >= probability) / (1 - probability)
+
+    def forward(
+        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, dropout: float,
+        causal: bool, debug: bool, *, scale: float, window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> Any:  # fmt: skip
+        assert debug is False
+        state = torch.get_rng_state()
+        segments = segments_of(cu_q, cu_k, max_q, max_k, (window_size_left, window_size_right))
+        found = flash_forward(q, k, v, segments, scale, causal, partial(factors, dropout))
+        return (*found, state, q.new_empty(0), q.new_empty(0))
+
+    def backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int,
+        max_k: int, dropout: float, causal: bool, rng: Any, unused: Any, *, scale: float,
+        window_size_left: int | None = None, window_size_right: int | None = None,
+    ) -> Any:  # fmt: skip
+        segments = segments_of(cu_q, cu_k, max_q, max_k, (window_size_left, window_size_right))
+        known = grad, q, k, v, out, lse, segments, scale, causal
+        with torch.random.fork_rng([]):
+            if dropout:
+                torch.set_rng_state(rng)
+            return flash_backward(*known, partial(factors, dropout))
+
+    with packed_on_cpu(forward, backward):
+        yield
 
 
 def test_auto_on_the_cpu_is_torch_s_flash_attention_and_says_why(
@@ -152,99 +229,100 @@ def test_transformer_engine_runs_from_the_version_that_aligns_its_mask(
     assert is_new_enough or f"{version} aligns its mask to the top left" in str(reason)
 
 
+PACKAGES = [
+    ("flash-attn-2", "flash_attn"),
+    ("flash-attn-3", "flash_attn_interface"),
+    ("flash-attn-3", "flash_attn_3.flash_attn_interface"),
+    ("torch", None),
+    ("transformer-engine", None),
+]
+CALLS: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, set()),
+    ({"num_groups": CPU.num_heads}, set()),
+    ({"deterministic": True}, {"deterministic"}),
+    ({"reach_tokens": 3}, {"window_size"}),
+    ({"dropout": 0.1}, {"dropout_p"}),
+    ({"dropout": 0.2, "num_groups": CPU.num_heads, "head_dim": 64}, {"dropout_p"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "module"),
+    ("name", "module", "change", "asked"),
     [
-        ("flash-attn-2", "flash_attn"),
-        ("flash-attn-3", "flash_attn_interface"),
-        ("flash-attn-3", "flash_attn_3.flash_attn_interface"),
+        (name, module, change, asked)
+        for name, module in PACKAGES
+        for change, asked in CALLS
+        if name != "flash-attn-3" or "dropout" not in change  # which it does not have
     ],
 )
-def test_flash_attn_is_called_as_it_is_meant(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str
+def test_package_is_called_as_it_is_meant(
+    packages: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    module: str | None,
+    change: dict[str, Any],
+    asked: set[str],
 ) -> None:
-    install(monkeypatch, module, flash)
-    for deterministic in (False, True):
-        demand = dataclasses.replace(CPU, deterministic=deterministic)
-        kernel = CANDIDATES[name].build(demand)
-        assert check_kernel(kernel, demand) is None
-        assert flash.deterministic is deterministic  # type: ignore[attr-defined]
-
-
-def inner_functions(monkeypatch: pytest.MonkeyPatch, version: int, *, is_old: bool) -> None:
-    """The inner functions of flash-attn as their sources have them, and the public one."""
-
-    def lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int) -> Any:
-        return segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-
-    def forward_2(
-        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
-    ) -> Any:  # fmt: skip
-        segments = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
-
-    def backward_2(
-        dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any,
-        cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
-        dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
-        window_size_right: int, softcap: float, alibi_slopes: Any, deterministic: bool,
-    ) -> Any:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        segments = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        found = flash_backward(dout, q, k, v, out, softmax_lse, segments, softmax_scale, causal)
-        for given, gradient in zip((dq, dk, dv), found, strict=True):
-            given.copy_(gradient)
-        return torch.empty(0)
-
-    def forward_3(
-        q: Any, k: Any, v: Any, k_new: Any = None, *, cu_seqlens_q: Any, cu_seqlens_k: Any,
-        max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool = False,
-    ) -> Any:  # fmt: skip
-        rest = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal)
-        return forward_2(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest)
-
-    def backward_3(
-        dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, cu_seqlens_q: Any = None,
-        cu_seqlens_k: Any = None, sequed_q: Any = None, sequed_k: Any = None,
-        max_seqlen_q: Any = None, max_seqlen_k: Any = None, dq: Any = None, dk: Any = None,
-        dv: Any = None, softmax_scale: Any = None, is_causal: bool = False,
-        window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
-        deterministic: bool = False, sm_margin: int = 0,
-    ) -> Any:  # fmt: skip
-        return backward_2(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right,
-            softcap, None, deterministic,
-        )  # fmt: skip
-
-    name = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_3.flash_attn_interface"}[version]
-    for module in (name, "flash_attn"):
+    """It is told of a window and of dropout where there is one, and only there."""
+    demand = dataclasses.replace(CPU, **change)
+    if module is not None:
         install(monkeypatch, module, flash)
-    functions = {2: (forward_2, backward_2), 3: (forward_3, backward_3)}[version]
-    kind = "_varlen" if version == 2 else ""
-    for passed, function in zip(("forward", "backward"), functions, strict=True):
-        monkeypatch.setattr(
-            sys.modules[name], f"_flash_attn{kind}_{passed}", missing if is_old else function,
-            raising=False,
-        )  # fmt: skip
+    kernel = CANDIDATES[name].build(demand)
+    assert (check_dropout if demand.dropout else check_kernel)(kernel, demand) is None
+    if module is not None:
+        assert flash.asked == asked  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_flash_attn_tells_log_sum_exps_where_its_inner_functions_fit(
-    monkeypatch: pytest.MonkeyPatch, version: int, is_old: bool
-) -> None:
-    """An older package runs by its public function."""
-    inner_functions(monkeypatch, version, is_old=is_old)
-    candidate = dataclasses.replace(
-        CANDIDATES[f"flash-attn-{version}"], obstacle=lambda demand: None
-    )
-    kernel = candidate.make(CPU)
-    assert isinstance(kernel, LseKernel) == (not is_old)
-    assert not isinstance(kernel, str) and check_kernel(kernel, CPU) is None
-    if isinstance(kernel, LseKernel):
-        assert check_parts(kernel, CPU) is None
+def forward_2(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1,
+) -> Any:  # fmt: skip
+    """flash-attn's inner functions, as their sources have them."""
+    assert dropout_p == 0.0
+    window = window_size_left, window_size_right
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window)
+    return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
+
+
+def backward_2(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any,
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Any, deterministic: bool,
+) -> Any:  # fmt: skip
+    assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
+    window = window_size_left, window_size_right
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window)
+    found = flash_backward(dout, q, k, v, out, softmax_lse, segments, softmax_scale, causal)
+    for given, gradient in zip((dq, dk, dv), found, strict=True):
+        given.copy_(gradient)
+    return torch.empty(0)
+
+
+def forward_3(
+    q: Any, k: Any, v: Any, k_new: Any = None, *, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1,
+) -> Any:  # fmt: skip
+    rest = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal)
+    window = window_size_left, window_size_right
+    return forward_2(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, *window)
+
+
+def backward_3(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None, sequed_q: Any = None, sequed_k: Any = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, dq: Any = None, dk: Any = None,
+    dv: Any = None, softmax_scale: Any = None, is_causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    deterministic: bool = False, sm_margin: int = 0,
+) -> Any:  # fmt: skip
+    return backward_2(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right,
+        softcap, None, deterministic,
+    )  # fmt: skip
 
 
 def forward_2_8_3(
@@ -255,8 +333,8 @@ def forward_2_8_3(
     scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     """``_flash_attn_forward`` of hopper/flash_attn_interface.py at v2.8.0 to v2.8.3.post1."""
-    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
+    rest = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal)
+    return forward_2(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, *window_size)
 
 
 def forward_2_7_4(
@@ -267,8 +345,8 @@ def forward_2_7_4(
     sm_margin=0,
 ):  # fmt: skip
     """The same at v2.7.3 to v2.7.4.post1."""
-    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
+    rest = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal)
+    return forward_2(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, *window_size)
 
 
 def backward_2_8_3(
@@ -277,24 +355,68 @@ def backward_2_8_3(
     deterministic=False, sm_margin=0,
 ):  # fmt: skip
     """``_flash_attn_backward`` there; at v2.7.3 it has ``sink_token_length`` too."""
-    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    found = flash_backward(dout, q, k, v, out, softmax_lse, segments, softmax_scale, causal)
-    for given, gradient in zip((dq, dk, dv), found, strict=True):
-        given.copy_(gradient)
+    backward_2(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, 0.0, softmax_scale, causal, *window_size, softcap, None, deterministic,
+    )  # fmt: skip
     return dq, dk, dv, None
 
 
-@pytest.mark.parametrize("forward", [forward_2_7_4, forward_2_8_3])
-def test_flash_attn_3_of_released_tags_tells_log_sum_exps(
-    monkeypatch: pytest.MonkeyPatch, forward: Any
+class Operation:
+    """A function that torch has made an operation of: its parameters are in a schema."""
+
+    def __init__(self, function: Any) -> None:
+        self.call, self._schema = function, inspect.signature(function)
+
+    def __call__(self, *inputs: Any, **given: Any) -> Any:
+        return self.call(*inputs, **given)
+
+
+def failing(*args: Any) -> Any:
+    raise RuntimeError("no kernel image\nis available")
+
+
+def missing(*args: Any) -> Any:
+    raise ModuleNotFoundError("no module named\ncudnn")
+
+
+@pytest.mark.parametrize(
+    ("version", "forward", "backward"),
+    [
+        (2, forward_2, backward_2),
+        (2, missing, missing),
+        (3, forward_3, backward_3),
+        (3, Operation(forward_3), Operation(backward_3)),
+        (3, forward_2_7_4, backward_2_8_3),
+        (3, forward_2_8_3, backward_2_8_3),
+        (3, missing, missing),
+    ],
+    ids=["2", "2-old", "3", "3-of-torch", "3-of-2.7.4", "3-of-2.8.3", "3-old"],
+)
+@pytest.mark.parametrize("reach_tokens", [None, 3])
+def test_flash_attn_tells_log_sum_exps_where_its_inner_functions_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    forward: Any,
+    backward: Any,
+    reach_tokens: int | None,
 ) -> None:
-    inner_functions(monkeypatch, 3, is_old=False)
-    module = sys.modules["flash_attn_3.flash_attn_interface"]
-    monkeypatch.setattr(module, "_flash_attn_forward", forward)
-    monkeypatch.setattr(module, "_flash_attn_backward", backward_2_8_3)
-    kernel = dataclasses.replace(CANDIDATES["flash-attn-3"], obstacle=lambda _: None).make(CPU)
-    assert isinstance(kernel, LseKernel)
-    assert check_parts(kernel, CPU) is None
+    """An older package runs by its public function."""
+    name = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_3.flash_attn_interface"}[version]
+    for module in (name, "flash_attn"):
+        install(monkeypatch, module, flash)
+    kind = "_varlen" if version == 2 else ""
+    for passed, function in (("forward", forward), ("backward", backward)):
+        inner = f"_flash_attn{kind}_{passed}"
+        monkeypatch.setattr(sys.modules[name], inner, function, raising=False)
+    demand = dataclasses.replace(CPU, reach_tokens=reach_tokens)
+    kernel = dataclasses.replace(
+        CANDIDATES[f"flash-attn-{version}"], obstacle=lambda demand: None
+    ).make(demand)
+    assert isinstance(kernel, LseKernel) == (forward is not missing)
+    assert not isinstance(kernel, str) and check_kernel(kernel, demand) is None
+    if isinstance(kernel, LseKernel):
+        assert check_parts(kernel, CPU) is None
 
 
 def test_a_comparison_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,14 +492,6 @@ def no_value_gradient(query: Any, key: Any, value: Any, segments: Any, scale: fl
     return sdpa_varlen(query, key, value.detach(), segments, scale)
 
 
-def failing(*args: Any) -> Any:
-    raise RuntimeError("no kernel image\nis available")
-
-
-def missing(*args: Any) -> Any:
-    raise ModuleNotFoundError("no module named\ncudnn")
-
-
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
@@ -444,78 +558,20 @@ def test_check_leaves_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.fixture
-def packed_operations() -> Iterator[None]:
-    """torch's operations for packed segments, which it has for GPUs alone, on the CPU."""
-
-    def forward(
-        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, dropout: float,
-        causal: bool, debug: bool, *, scale: float,
-    ) -> Any:  # fmt: skip
-        assert not dropout and not debug
-        segments = segments_of(cu_q, cu_k, max_q, max_k)
-        out, lse = flash_forward(q, k, v, segments, scale, causal)
-        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
-
-    def backward(
-        grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int,
-        max_k: int, dropout: float, causal: bool, rng: Any, unused: Any, *, scale: float,
-    ) -> Any:  # fmt: skip
-        assert not dropout
-        segments = segments_of(cu_q, cu_k, max_q, max_k)
-        return flash_backward(grad, q, k, v, out, lse, segments, scale, causal)
-
-    with packed_on_cpu(forward, backward):
-        yield
-
-
-def longest(*cu_seqlens: torch.Tensor) -> list[int]:
-    return [int(cu.diff().max()) for cu in cu_seqlens]
-
-
-def segments_of(cu_q: Any, cu_k: Any, max_q: int, max_k: int) -> Segments:
-    segments = Segments(
-        tuple(cu_q.diff().tolist()), tuple(cu_k.diff().tolist()), cu_q, cu_k, max_q, max_k
-    )
-    assert (max(segments.lengths_q), max(segments.lengths_k)) == (max_q, max_k)
-    return segments
-
-
-@pytest.mark.parametrize("num_groups", [8, 2])
-def test_torch_s_operations_are_called_as_they_are_meant(
-    packed_operations: None, capability: list[tuple[int, int]], num_groups: int
-) -> None:
-    """Grouped heads, a scale and the causal mask, with the parameters that all versions have."""
-    assert CANDIDATES["torch"].obstacle(HOPPER) is None
-    demand = Demand(torch.device("cpu"), torch.float32, 8, num_groups, 64)
-    assert check_kernel(CANDIDATES["torch"].build(demand), demand) is None
+def segments_of(
+    cu_q: Any, cu_k: Any, max_q: int, max_k: int, window: Sequence[int | None] = (None, None)
+) -> Segments:
+    """``window`` are two numbers, of which packages take -1 or None for no limit."""
+    left, right = window
+    reach_tokens = None
+    if left is not None and left >= 0:
+        assert right == 0
+        reach_tokens = left + 1
+    lengths = tuple(cu_q.diff().tolist()), tuple(cu_k.diff().tolist())
+    assert (max(lengths[0]), max(lengths[1])) == (max_q, max_k)
+    return Segments(*lengths, cu_q, cu_k, max_q, max_k, reach_tokens)
 
 
 def test_torch_without_packed_operations_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_varlen, "OPERATIONS", ("_no_such_operation",))
     assert "has no packed flash attention" in str(CANDIDATES["torch"].obstacle(HOPPER))
-
-
-def test_transformer_engine_is_called_as_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    class DotProductAttention:
-        def __init__(self, num_heads: int, head_dim: int, *, softmax_scale: float, **_: Any):
-            self.width, self.scale = num_heads * head_dim, softmax_scale
-
-        def __call__(
-            self, q: Any, k: Any, v: Any, *, qkv_format: str, attn_mask_type: str,
-            cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int,
-        ) -> Any:  # fmt: skip
-            assert (qkv_format, attn_mask_type) == ("thd", "padding_causal_bottom_right")
-            assert max_seqlen_q % 64 == max_seqlen_kv % 64 == 0  # as cuDNN 9.6 needs it
-            both = (cu_seqlens_q, cu_seqlens_kv)
-            longest = [int(starts.diff().max()) for starts in both]
-            assert longest[0] <= max_seqlen_q and longest[1] <= max_seqlen_kv
-            lengths = (*both, *longest)
-            return flash(q, k, v, *lengths, self.scale, causal=True)[0].reshape(-1, self.width)
-
-    module = types.ModuleType("transformer_engine.pytorch")
-    module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    demand = Demand(torch.device("cpu"), torch.float32, 8, 2, 64)
-    assert check_kernel(CANDIDATES["transformer-engine"].build(demand), demand) is None

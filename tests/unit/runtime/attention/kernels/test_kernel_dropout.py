@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-import types
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers.attention import flash_backward, flash_forward, packed_on_cpu
-from test_choose import CPU, HOPPER, install, longest, segments_of
+from test_choose import CPU, HOPPER
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES, Demand, Segments, choose_kernel
+from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES, Segments, choose_kernel
 from megatron_wlb.runtime.gpt.attention.kernels import choose as choose_module
 from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
@@ -125,80 +121,3 @@ def test_dropout_that_is_something_else_does_not_pass(kernel: Any, said: str | N
         found = check_dropout(kernel, replace(DROPPING, dtype=dtype))
         assert found is None if said is None else said in str(found)
         assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
-
-
-@pytest.fixture
-def packed_operations() -> Iterator[None]:
-    """torch's operations for packed segments on the CPU; the state of random numbers passes from
-    the first to the second.
-    """
-
-    def factors(probability: float, like: torch.Tensor) -> torch.Tensor:
-        return (torch.rand_like(like) >= probability) / (1 - probability)
-
-    def forward(
-        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, dropout: float,
-        causal: bool, debug: bool, *, scale: float,
-    ) -> Any:  # fmt: skip
-        state = torch.get_rng_state()
-        segments = segments_of(cu_q, cu_k, max_q, max_k)
-        found = flash_forward(q, k, v, segments, scale, causal, partial(factors, dropout))
-        return (*found, state, q.new_empty(0), q.new_empty(0))
-
-    def backward(
-        grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int,
-        max_k: int, dropout: float, causal: bool, rng: Any, unused: Any, *, scale: float,
-    ) -> Any:  # fmt: skip
-        segments = segments_of(cu_q, cu_k, max_q, max_k)
-        with torch.random.fork_rng([]):
-            torch.set_rng_state(rng)
-            return flash_backward(
-                grad, q, k, v, out, lse, segments, scale, causal, partial(factors, dropout)
-            )
-
-    with packed_on_cpu(forward, backward):
-        yield
-
-
-@pytest.mark.parametrize("num_groups", [8, 2])
-def test_torch_s_operations_drop_forward_and_backward_alike(
-    packed_operations: None, num_groups: int
-) -> None:
-    demand = Demand(torch.device("cpu"), torch.float32, 8, num_groups, 64, dropout=0.2)
-    assert check_dropout(CANDIDATES["torch"].build(demand), demand) is None
-
-
-def test_flash_attn_2_is_asked_for_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flash(
-        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
-        deterministic: bool,
-    ) -> Any:  # fmt: skip
-        segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return dropping(dropout_p, q, k, v, segments, softmax_scale)
-
-    install(monkeypatch, "flash_attn", flash)
-    candidate = replace(CANDIDATES["flash-attn-2"], obstacle=lambda demand: None)
-    kernel = candidate.make(DROPPING)
-    assert not isinstance(kernel, str) and check_dropout(kernel, DROPPING) is None
-
-
-def test_transformer_engine_is_asked_for_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    class DotProductAttention:
-        def __init__(self, *_: Any, attention_dropout: float, softmax_scale: float, **others: Any):
-            self.dropout, self.scale = attention_dropout, softmax_scale
-            # It would fork Megatron's stream, which is equal on context-parallel ranks.
-            assert "get_rng_state_tracker" not in others
-
-        def __call__(
-            self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_kv: Any,
-            max_seqlen_q: int, max_seqlen_kv: int, **_: Any,
-        ) -> Any:  # fmt: skip
-            lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
-            return dropping(self.dropout, q, k, v, segments_of(*lengths), self.scale).flatten(1)
-
-    module = types.ModuleType("transformer_engine.pytorch")
-    module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    assert check_dropout(CANDIDATES["transformer-engine"].build(DROPPING), DROPPING) is None

@@ -1,19 +1,16 @@
-"""Kernels with a sliding window: what they compute, how packages are told, and who is not asked."""
+"""Kernels with a sliding window: what they compute, and who is not asked."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers.attention import by_definition, flash_backward, flash_forward, in_slices, packed_on_cpu
+from helpers.attention import by_definition, in_slices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_choose import install, longest, segments_of
+from test_choose import HOPPER, install
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.attention.kernels import (
@@ -23,30 +20,11 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     check_kernel,
     choose_kernel,
 )
-from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
 from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import BLOCK_TOKENS, build, sdpa_varlen
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 WINDOW = Demand(torch.device("cpu"), torch.float32, 4, 2, 16, reach_tokens=3)
-
-
-def reach_of(left: int | None, right: int | None) -> int | None:
-    """flash-attention's two numbers, of which it takes -1 or None for no limit."""
-    if left is None or left < 0:
-        return None
-    assert right == 0
-    return left + 1
-
-
-def flash(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
-    max_seqlen_k: int, softmax_scale: float, causal: bool, deterministic: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Any:  # fmt: skip
-    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    segments = dataclasses.replace(segments, reach_tokens=reach_of(*window_size))
-    return sdpa_varlen(q, k, v, segments, softmax_scale)
 
 
 @settings(max_examples=60)
@@ -148,16 +126,6 @@ def test_slices_see_the_keys_in_reach() -> None:
     assert seen == [16, 1, 33, 10, 16, 7, 39, 16, 16, 17, 50, 60]
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("flash-attn-2", "flash_attn"), ("flash-attn-3", "flash_attn_interface")]
-)
-def test_flash_attn_is_told_of_the_window(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str
-) -> None:
-    install(monkeypatch, module, flash)
-    assert check_kernel(CANDIDATES[name].build(WINDOW), WINDOW) is None
-
-
 def test_flash_attn_without_windows_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
@@ -165,122 +133,6 @@ def test_flash_attn_without_windows_is_too_old(monkeypatch: pytest.MonkeyPatch) 
             deterministic: bool) -> None: ...  # fmt: skip
 
     install(monkeypatch, "flash_attn", old)
-    hopper = Demand(torch.device("cuda"), torch.bfloat16, 8, 2, 128)
-    assert CANDIDATES["flash-attn-2"].obstacle(hopper) is None
-    windowed = dataclasses.replace(hopper, reach_tokens=9)
+    assert CANDIDATES["flash-attn-2"].obstacle(HOPPER) is None
+    windowed = dataclasses.replace(HOPPER, reach_tokens=9)
     assert "has no window_size; it is too old" in str(CANDIDATES["flash-attn-2"].obstacle(windowed))
-
-
-@pytest.mark.parametrize(
-    ("version", "form"), [(2, "numbers"), (3, "numbers"), (3, "pair"), (3, "operation")]
-)
-def test_inner_functions_are_told_of_the_window(
-    monkeypatch: pytest.MonkeyPatch, version: int, form: str
-) -> None:
-    """Version 3 has had a pair, then two numbers, then an operation of torch's with two numbers."""
-
-    def segments(given: dict[str, Any], window: tuple[int, int]) -> Segments:
-        made = segments_of(*(given[name] for name in LENGTHS))
-        return dataclasses.replace(made, reach_tokens=reach_of(*window))
-
-    def forward(q: Any, k: Any, v: Any, causal: bool, window: Any, **given: Any) -> Any:
-        return flash_forward(q, k, v, segments(given, window), given["softmax_scale"], causal)
-
-    def backward(*inputs: Any, window: Any, dq: Any, dk: Any, dv: Any, **given: Any) -> None:
-        causal = given.get("causal", given.get("is_causal"))
-        rest = (segments(given, window), given["softmax_scale"], causal)
-        for tensor, gradient in zip((dq, dk, dv), flash_backward(*inputs, *rest), strict=True):
-            tensor.copy_(gradient)
-
-    def of_numbers(function: Any) -> Any:
-        def call(
-            *inputs: Any, window_size_left: int = -1, window_size_right: int = -1, **given: Any
-        ) -> Any:
-            return function(*inputs, window=(window_size_left, window_size_right), **given)
-
-        return call
-
-    def of_pair(function: Any) -> Any:
-        def call(*inputs: Any, window_size: Any = (-1, -1), **given: Any) -> Any:
-            return function(*inputs, window=window_size, **given)
-
-        return call
-
-    class Operation:
-        _schema = "(Tensor q, SymInt window_size_left=-1, SymInt window_size_right=-1) -> Tensor"
-
-        def __init__(self, function: Any) -> None:
-            self.call = of_numbers(function)
-
-        def __call__(self, *inputs: Any, **given: Any) -> Any:
-            return self.call(*inputs, **given)
-
-    wrap = {"numbers": of_numbers, "pair": of_pair, "operation": Operation}[form]
-    name = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"}[version]
-    for module in ("flash_attn", name):
-        install(monkeypatch, module, flash)
-    kind = "_varlen" if version == 2 else ""
-    for passed, function in (("forward", forward), ("backward", backward)):
-        inner = f"_flash_attn{kind}_{passed}"
-        monkeypatch.setattr(sys.modules[name], inner, wrap(function), raising=False)
-    candidate = dataclasses.replace(CANDIDATES[f"flash-attn-{version}"], obstacle=lambda _: None)
-    kernel = candidate.make(WINDOW)
-    assert isinstance(kernel, LseKernel)
-    assert check_kernel(kernel, WINDOW) is None
-
-
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-
-
-@pytest.fixture
-def packed_operations() -> Iterator[None]:
-    """torch's operations for packed segments, which it has for GPUs alone, on the CPU."""
-
-    def forward(
-        q: Any, k: Any, v: Any, *lengths_and_flags: Any, scale: float,
-        window_size_left: int | None = None, window_size_right: int | None = None,
-    ) -> Any:  # fmt: skip
-        *lengths, dropout, causal, _ = lengths_and_flags
-        assert not dropout
-        reach = reach_of(window_size_left, window_size_right)
-        segments = dataclasses.replace(segments_of(*lengths), reach_tokens=reach)
-        out, lse = flash_forward(q, k, v, segments, scale, causal)
-        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
-
-    def backward(
-        grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *lengths_and_flags: Any,
-        scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
-    ) -> Any:  # fmt: skip
-        *lengths, dropout, causal, _, _ = lengths_and_flags
-        assert not dropout
-        reach = reach_of(window_size_left, window_size_right)
-        segments = dataclasses.replace(segments_of(*lengths), reach_tokens=reach)
-        return flash_backward(grad, q, k, v, out, lse, segments, scale, causal)
-
-    with packed_on_cpu(forward, backward):
-        yield
-
-
-def test_torch_s_operations_are_told_of_the_window(packed_operations: None) -> None:
-    assert check_kernel(CANDIDATES["torch"].build(WINDOW), WINDOW) is None
-
-
-def test_transformer_engine_is_told_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    class DotProductAttention:
-        def __init__(self, num_heads: int, head_dim: int, *, softmax_scale: float, **_: Any):
-            self.width, self.scale = num_heads * head_dim, softmax_scale
-
-        def __call__(
-            self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_kv: Any,
-            max_seqlen_q: int, max_seqlen_kv: int, window_size: Any = None, **_: Any,
-        ) -> Any:  # fmt: skip
-            lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
-            window = window_size or (-1, 0)
-            out = flash(q, k, v, *lengths, self.scale, causal=True, window_size=window)
-            return out.reshape(-1, self.width)
-
-    module = types.ModuleType("transformer_engine.pytorch")
-    module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    assert check_kernel(CANDIDATES["transformer-engine"].build(WINDOW), WINDOW) is None
