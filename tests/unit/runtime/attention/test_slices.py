@@ -21,7 +21,6 @@ from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore, sl
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 CUTS = [(0, 1, 64, 65, 90), (0, 89, 90), (0, 30, 45, 90)]
 KERNELS = [sdpa_varlen, torch_cpu_varlen]
-Order = Sequence[tuple[str, int]]
 
 
 def run_of(
@@ -80,11 +79,15 @@ class Sliced:
         span = self.spans[at]
         self.outs[at].backward(self.grad[span.start : span.stop])
 
-    def run(self, order: Order | None = None) -> list[torch.Tensor]:
+    def do(self, name: str) -> None:
+        """Runs such as ``F0`` or ``B2``."""
+        (self.forward if name[0] == "F" else self.backward)(int(name[1:]))
+
+    def run(self) -> list[torch.Tensor]:
         """Output, dQ, dK and dV, after all passes in the right order."""
         numbers = range(len(self.spans))
-        for kind, at in order or [("F", i) for i in numbers] + [("B", i) for i in numbers][::-1]:
-            (self.forward if kind == "F" else self.backward)(at)
+        for name in [f"F{i}" for i in numbers] + [f"B{i}" for i in numbers][::-1]:
+            self.do(name)
         return self.found()
 
     def found(self) -> list[torch.Tensor]:
@@ -163,9 +166,8 @@ def test_documents_in_turn_do_not_meet() -> None:
     store = SliceStore()
     documents = [Sliced(cuts, number, store=store) for number, cuts in enumerate(CUTS)]
     passes = "0F0 0F1 0F2 0F3 1F0 0B3 1F1 0B2 2F0 0B1 2F1 1B1 2F2 0B0 1B0 2B2 2B1 2B0"
-    for number, kind, at in passes.split():
-        document = documents[int(number)]
-        (document.forward if kind == "F" else document.backward)(int(at))
+    for number, *name in passes.split():
+        documents[int(number)].do("".join(name))
     store.end()
     for document in documents:
         assert_equal(document.found(), document.expected(), 1e-12)
@@ -187,42 +189,22 @@ def test_documents_in_turn_do_not_meet() -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_slices_in_another_order_are_refused(passes: str, again: bool) -> None:
     document = Sliced((0, 30, 45, 90), 7, again=again)
-    order = [(kind, int(at)) for kind, at in passes.split()]
-    for kind, at in order[:-1]:
-        (document.forward if kind == "F" else document.backward)(at)
-    kind, at = order[-1]
+    *order, refused = passes.split()
+    for name in order:
+        document.do(name)
     with pytest.raises(PlanError, match="first to last, and then backward") as error:
-        (document.forward if kind == "F" else document.backward)(at)
-    span = document.spans[at]
+        document.do(refused)
+    span = document.spans[int(refused[1])]
     assert f"rows {span.start} to {span.stop} of document (7, 0) run" in str(error.value)
     assert "in layer 3" in str(error.value)
 
 
-def test_a_second_backward_is_refused() -> None:
-    document = Sliced((0, 30, 90))
-    document.run([("F", 0), ("F", 1), ("B", 1)])
-    with pytest.raises(PlanError, match="run backward"):
-        document.backward(1)
-
-
-def test_a_gradient_that_leaves_out_a_later_slice_is_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What the guard is there for: without it the wrong order gives wrong gradients silently."""
-    monkeypatch.setattr(LayerSlice, "_is_next", lambda self, buffer: buffer.grad is not None)
-    document = Sliced((0, 45, 90))
-    document.forward(0)
-    document.store.buffers[(0, 0), 3].grad = torch.zeros(90, 2, 2, HEAD_DIM, dtype=torch.float64)
-    document.backward(0)
-    expected = document.expected()[2][:45]
-    assert document.inputs[1].grad is not None
-    off = (document.inputs[1].grad[:45] - expected).abs().max() / expected.abs().max()
-    assert off > 0.1
-
-
 def test_an_unfinished_document_ends_no_step() -> None:
     document = Sliced((0, 30, 90), 7)
-    document.run([("F", 0), ("F", 1), ("B", 1)])
+    for name in ("F0", "F1", "B1"):
+        document.do(name)
+    with pytest.raises(PlanError, match="run backward"):
+        document.backward(1)  # a second time
     with pytest.raises(PlanError, match=r"document \(7, 0\) open in layer 3, rows 0 to 30 there"):
         document.store.end()
     document.store.end()
