@@ -61,31 +61,37 @@ def definition(lengths: Sequence[int], inputs: Sequence[Any], dtype: Any) -> lis
     return [t.double() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
 
 
+def rest_of(layout: RankLayout, kernel: Any, group: Any = None, **options: Any) -> tuple[Any, ...]:
+    """What attention takes besides query, key and value."""
+    import torch
+
+    from megatron_wlb.runtime.gpt.attention.context_parallel import ContextParallel, KeyGather
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
+
+    return (
+        Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
+        KeyGather.of(layout, "cpu"),
+        kernel,
+        SCALE,
+        group or torch.distributed.group.WORLD,
+        ContextParallel(**options),
+    )
+
+
 def ours(
     layout: RankLayout, inputs: Sequence[Any], kernel: str = "sdpa", **options: Any
 ) -> list[Any]:
     """Output, dQ, dK and dV of the local tokens."""
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.context_parallel import (
-        ContextParallel,
-        KeyGather,
-        context_attention,
-    )
-    from megatron_wlb.runtime.gpt.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
     from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
     local = torch.from_numpy(layout.tokens)
     query, key, value, grad = (t[local] for t in inputs)
     leaves = [t.requires_grad_() for t in (query, key, value)]
-    rest = (
-        Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
-        KeyGather.of(layout, "cpu"),
-        torch_cpu_varlen if kernel == "torch-cpu" else sdpa_varlen,
-        SCALE,
-        ContextParallel(torch.distributed.group.WORLD, **options),
-    )
+    rest = rest_of(layout, torch_cpu_varlen if kernel == "torch-cpu" else sdpa_varlen, **options)
     out = context_attention(*leaves, *rest)
     results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     with torch.no_grad():  # as in evaluation
@@ -240,12 +246,6 @@ def layer_bytes(
     from _quickstart.live_bytes import LiveBytes
 
     from megatron_wlb.runtime.gpt.attention import context_parallel as context
-    from megatron_wlb.runtime.gpt.attention.context_parallel import (
-        ContextParallel,
-        KeyGather,
-        context_attention,
-    )
-    from megatron_wlb.runtime.gpt.attention.kernels import Segments
 
     layout = layout_of(lengths, sharding)
     local = torch.from_numpy(layout.tokens)
@@ -255,9 +255,7 @@ def layer_bytes(
     query, key, value, grad = (t[local] for t in tensors(sum(lengths), num_groups, torch.float32))
     leaves = [t.to(dtype).requires_grad_() for t in (query, key, value)]
     grad, size = grad.to(dtype), dtype.itemsize
-    segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist())
-    gather = KeyGather.of(layout, "cpu")
-    parallel = ContextParallel(torch.distributed.group.WORLD, **options)
+    rest = rest_of(layout, lean_kernel, **options)
     # gloo's threads let go of buffers some time after a collective is done.
     done = mock.Mock()
     no_exchange = mock.patch.multiple(
@@ -266,10 +264,10 @@ def layer_bytes(
         _reduce_scatter=lambda local, rows, **_: done,
     )
     with no_exchange, LiveBytes() as live:
-        live.watch([*leaves, grad, gather.rows, gather.first])
+        live.watch([*leaves, grad, rest[1].rows, rest[1].first])
         before = live.live
         live.reset_peak()
-        out = context_attention(*leaves, segments, gather, lean_kernel, SCALE, parallel)
+        out = context.context_attention(*leaves, *rest)
         output_bytes = out.numel() * size
         kept, forward = live.live - before - output_bytes, live.peak - before
         before = live.live
@@ -298,26 +296,12 @@ def layer_bytes(
 def misuse(what: str) -> None:
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.context_parallel import (
-        ContextParallel,
-        KeyGather,
-        context_attention,
-    )
-    from megatron_wlb.runtime.gpt.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     layout = layout_of([8, 4], SHARDINGS[0])
     query, key, value, grad = tensors(len(layout.tokens) - (what == "tokens"), 2, torch.float32)
-    out = context_attention(
-        query.requires_grad_(),
-        key,
-        value,
-        Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
-        KeyGather.of(layout, "cpu"),
-        sdpa_varlen,
-        SCALE,
-        ContextParallel(torch.distributed.group.WORLD),
-    )
+    out = context_attention(query.requires_grad_(), key, value, *rest_of(layout, sdpa_varlen))
     out.backward(grad, retain_graph=True)
     out.backward(grad)
 
@@ -375,12 +359,6 @@ def ordered(events: list[str], kernel: Any, **options: Any) -> None:
 
     from megatron_wlb.runtime.gpt.attention import context_parallel as context
     from megatron_wlb.runtime.gpt.attention import head_start
-    from megatron_wlb.runtime.gpt.attention.context_parallel import (
-        ContextParallel,
-        KeyGather,
-        context_attention,
-    )
-    from megatron_wlb.runtime.gpt.attention.kernels import Segments
 
     def collective(name: str) -> Any:
         def start(out: Any, _: Any, *, group: Any, async_op: bool) -> Any:
@@ -401,16 +379,8 @@ def ordered(events: list[str], kernel: Any, **options: Any) -> None:
         mock.patch.multiple(context, **replaced),
         mock.patch.object(head_start, "LINK_SHARE", 0),
     ):
-        out = context_attention(
-            query.requires_grad_(),
-            key,
-            value,
-            Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
-            KeyGather.of(layout, "cpu"),
-            kernel,
-            SCALE,
-            ContextParallel(group, **options),
-        )
+        rest = rest_of(layout, kernel, group, **options)
+        out = context.context_attention(query.requires_grad_(), key, value, *rest)
         events.append("---")
         out.backward(grad)
 

@@ -103,37 +103,59 @@ def params_of(
     )
 
 
-def run(
-    tokens: Tokens, sharding: Sharding, fault: bool = False, divided: bool = False, **options: Any
-) -> list[Any]:
-    """Output, dQ, dK and dV of the local tokens, and their numbers; leaves nothing in the store."""
+def attend(
+    inputs: Sequence[Any],
+    unit: Unit,
+    numbers: np.ndarray,
+    sharding: Sharding,
+    store: Any,
+    kernel: Any,
+    fault: bool = False,
+    divided: bool = False,
+    **options: Any,
+) -> tuple[Any, list[Any], Any]:
+    """Output, query, key and value of a unit's local tokens, and their numbers; without a store
+    the first of its documents is whole.
+    """
     import torch
 
     from megatron_wlb.runtime.gpt.attention.context_parallel import (
         ContextParallel,
         context_attention,
     )
+    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice
+
+    tokens_here, params = params_of(unit, len(numbers), sharding, store, divided)
+    local = torch.from_numpy(numbers[tokens_here])
+    leaves = [t[local].requires_grad_() for t in inputs[:3]]
+    gather = params.gather
+    if fault:  # The slice's keys are a token off.
+        gather = dataclasses.replace(gather, slice_rows=gather.slice_rows.roll(1))
+    layer = LayerSlice(params.slice, 1, kernel, SCALE) if store else None
+    group, parallel = torch.distributed.group.WORLD, ContextParallel(**options)
+    rest = (params.segments, gather, kernel, SCALE, group, parallel, layer)
+    return context_attention(*leaves, *rest), leaves, local
+
+
+def run(tokens: Tokens, sharding: Sharding, **options: Any) -> list[Any]:
+    """Output, dQ, dK and dV of the local tokens, and their numbers; leaves nothing in the store."""
+    import torch
+
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
     from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.slices import SliceStore
 
-    parallel = ContextParallel(torch.distributed.group.WORLD, **options)
-    kernel = sdpa_varlen if parallel.head_start_bytes is None else torch_cpu_varlen
+    kernel = sdpa_varlen if options.get("head_start_bytes") is None else torch_cpu_varlen
     store = SliceStore()
 
-    def attend(unit: Unit, numbers: np.ndarray) -> tuple[Any, list[Any], np.ndarray]:
-        tokens_here, params = params_of(unit, len(numbers), sharding, store, divided)
-        local = torch.from_numpy(numbers[tokens_here])
-        leaves = [t[local].requires_grad_() for t in tokens.inputs[:3]]
-        gather = params.gather
-        if fault:  # The slice's keys are a token off.
-            gather = dataclasses.replace(gather, slice_rows=gather.slice_rows.roll(1))
-        layer = LayerSlice(params.slice, 1, kernel, SCALE)
-        rest = (params.segments, gather, kernel, SCALE, parallel, layer)
-        return context_attention(*leaves, *rest), leaves, local
+    def forward() -> list[tuple[Any, list[Any], Any]]:
+        return [
+            attend(tokens.inputs, unit, numbers, sharding, store, kernel, **options)
+            for unit, numbers in zip(UNITS, tokens.units, strict=True)
+        ]
 
     store.begin(forward_only=False)
-    done = [attend(unit, numbers) for unit, numbers in zip(UNITS, tokens.units, strict=True)]
+    done = forward()
     results = [[out.detach() for out, _, _ in done], [], [], []]
     for out, leaves, local in reversed(done):
         gradients = torch.autograd.grad(out, leaves, tokens.inputs[3][local])
@@ -142,8 +164,7 @@ def run(
     store.end()
     store.begin(forward_only=True)
     with torch.no_grad():  # as in evaluation
-        for unit, numbers, out in zip(UNITS, tokens.units, results[0], strict=True):
-            assert torch.equal(attend(unit, numbers)[0], out)
+        assert all(map(torch.equal, (out for out, _, _ in forward()), results[0]))
     store.end()
     return [*map(torch.cat, results), torch.cat([local for _, _, local in done])]
 
@@ -211,13 +232,9 @@ def calls_of_kernel(cp_size: int) -> list[tuple[int, int, int]]:
     """
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.context_parallel import (
-        ContextParallel,
-        context_attention,
-    )
     from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
     from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.slices import SliceStore
 
     assert isinstance(torch_cpu_varlen, LseKernel)
     rows: list[tuple[str, int]] = []
@@ -231,29 +248,17 @@ def calls_of_kernel(cp_size: int) -> list[tuple[int, int, int]]:
         return torch_cpu_varlen.backward(grad, query, key, *rest, **options)
 
     store, done, found = SliceStore(), [], []
+    kernel, inputs = LseKernel(forward, backward), [torch.randn(16, 2, HEAD_DIM) for _ in "qkv"]
     for start in (0, 16):
         unit = ((1, start, start + 16),)
-        here, params = params_of(unit, 16, Sharding("per-document"), store)
-        leaves = [
-            torch.randn(len(np.arange(16)[here]), 2, HEAD_DIM).requires_grad_() for _ in "qkv"
-        ]
-        layer = LayerSlice(params.slice, 1, LseKernel(forward, backward), SCALE)
-        parallel = ContextParallel(torch.distributed.group.WORLD)
-        rest = (params.segments, params.gather, layer.kernel, SCALE, parallel, layer)
         rows.clear()
-        out = context_attention(*leaves, *rest)
+        out, *_ = attend(inputs, unit, np.arange(16), Sharding("per-document"), store, kernel)
         done.append((out, len(rows)))
     for out, num_forward in reversed(done):
         rows.clear()
         out.sum().backward()
         found.insert(0, (num_forward, len(rows), sum(keys for _, keys in rows)))
     return found
-
-
-def errors_without_the_prefix(cp_size: int) -> list[float]:
-    """As where nothing is joined."""
-    with mock.patch("megatron_wlb.runtime.gpt.attention.slices.join"):
-        return faulty_errors(cp_size, fault=False, head_start_bytes=1 << 40)
 
 
 def errors_in_parts(cp_size: int) -> tuple[list[float], int]:
@@ -290,25 +295,16 @@ def exchanged(cp_size: int, sharding: Sharding, in_slices: bool) -> list[dict[st
     """Numbers that each unit gets from other ranks, forward and backward."""
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.context_parallel import (
-        ContextParallel,
-        context_attention,
-    )
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.slices import SliceStore
 
     tokens = Tokens.of(cp_size, 2, torch.float32)
-    store = SliceStore()
-    parallel = ContextParallel(torch.distributed.group.WORLD)
+    store = SliceStore() if in_slices else None
     done, found = [], []
     for unit, numbers in zip(UNITS, tokens.units, strict=True):
-        own, params = params_of(unit, len(numbers), sharding, store if in_slices else None)
-        local = torch.from_numpy(numbers[own])
-        leaves = [t[local].requires_grad_() for t in tokens.inputs[:3]]
-        layer = LayerSlice(params.slice, 1, sdpa_varlen, SCALE) if in_slices else None
-        rest = (params.segments, params.gather, sdpa_varlen, SCALE, parallel, layer)
         with counted() as forward:
-            done.append((context_attention(*leaves, *rest), local, forward))
+            out, _, local = attend(tokens.inputs, unit, numbers, sharding, store, sdpa_varlen)
+        done.append((out, local, forward))
     for out, local, forward in reversed(done):
         with counted() as backward:
             out.backward(tokens.inputs[3][local])
@@ -340,11 +336,6 @@ def test_slices_over_ranks_in_bf16_are_as_good_as_bf16_by_definition(
 def test_a_key_in_a_wrong_row_is_seen(gloo: GlooPool) -> None:
     for errors in gloo.run(2, faulty_errors, 2):
         assert min(errors) > 1e-3
-
-
-def test_a_prefix_that_is_not_joined_is_seen(gloo: GlooPool) -> None:
-    for errors in gloo.run(2, errors_without_the_prefix, 2):
-        assert max(errors) > 1e-3
 
 
 def test_parts_of_a_prefix_give_what_the_whole_gives(gloo: GlooPool) -> None:

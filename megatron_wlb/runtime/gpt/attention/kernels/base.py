@@ -239,27 +239,18 @@ def with_wide_values(kernel: VarlenKernel) -> VarlenKernel:
     if not isinstance(kernel, LseKernel):
 
         def attend(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            segments: Segments,
-            scale: float,
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
         ) -> torch.Tensor:
-            out = kernel(query, key, widen(value, key), segments, scale)
+            out = kernel(query, key, widen(value, key), *rest, **named)
             return out[..., : value.shape[-1]].contiguous()
 
         return attend
     inner = kernel
 
     def forward(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        causal: bool,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = inner.forward(query, key, widen(value, key), segments, scale, causal)
+        out, lse = inner.forward(query, key, widen(value, key), *rest, **named)
         return out[..., : value.shape[-1]].contiguous(), lse
 
     def backward(
@@ -268,13 +259,11 @@ def with_wide_values(kernel: VarlenKernel) -> VarlenKernel:
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        causal: bool,
+        *rest: Any,
+        **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = (widen(grad, key), query, key, widen(value, key), widen(out, key), lse)
-        d_query, d_key, d_value = inner.backward(*wide, segments, scale, causal)
+        wide = (widen(grad, key), query, key, widen(value, key), widen(out, key))
+        d_query, d_key, d_value = inner.backward(*wide, *rest, **named)
         return d_query, d_key, d_value[..., : value.shape[-1]]
 
     return LseKernel(forward, backward)

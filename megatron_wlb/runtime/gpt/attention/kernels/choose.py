@@ -162,17 +162,16 @@ def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
     for candidate_name, candidate in CANDIDATES.items():
         if name not in ("auto", candidate_name):
             continue
-        made = candidate.make(replace(demand, dropout=0.0))
-        dropping = candidate.make(demand) if demand.dropout else None
-        if isinstance(made, str) or isinstance(dropping, str):
-            mine[candidate_name] = str(made if isinstance(made, str) else dropping)
+        made = _made(candidate_name, demand)
+        if isinstance(made, str):
+            mine[candidate_name] = made
             continue
-        kernels[candidate_name] = ChosenKernel(candidate_name, made, dropping)
+        kernels[candidate_name] = made
         mine[candidate_name] = 0.0
         if name == "auto" and demand.device.type == "cuda":
             # The reference is for where no other runs.
             mine[candidate_name] = (
-                math.inf if candidate.is_reference else _timed(dropping or made, demand)
+                math.inf if candidate.is_reference else _timed(made.dropping or made.kernel, demand)
             )
     names, verdicts = zip(*of_all_ranks((name, mine)), strict=True)
     if len(set(names)) > 1:
@@ -222,16 +221,22 @@ def agreed_kernel(name: str, demand: Demand) -> ChosenKernel:
 
     Raises :class:`CompatibilityError` where it cannot run this.
     """
+    made = _made(name, demand)
+    if isinstance(made, str):
+        raise CompatibilityError(
+            f"attention kernel {name} cannot run {demand.num_heads} query heads ({made}); "
+            "name another with --wlb-attention-kernel"
+        )
+    return made
+
+
+def _made(name: str, demand: Demand) -> ChosenKernel | str:
+    """A candidate without dropout, and with it if that is demanded; or why it cannot run."""
     made = CANDIDATES[name].make(replace(demand, dropout=0.0))
     dropping = CANDIDATES[name].make(demand) if demand.dropout else None
-    for found in (made, dropping):
-        if isinstance(found, str):
-            raise CompatibilityError(
-                f"attention kernel {name} cannot run {demand.num_heads} query heads ({found}); "
-                "name another with --wlb-attention-kernel"
-            )
-    assert not isinstance(made, str) and not isinstance(dropping, str)
-    return ChosenKernel(name, made, dropping)
+    if isinstance(made, str):
+        return made
+    return dropping if isinstance(dropping, str) else ChosenKernel(name, made, dropping)
 
 
 def _reasons(chosen: str, agreed: Mapping[str, Verdict]) -> list[str]:

@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,28 +32,6 @@ _MODULES = {
     3: ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
 }
 
-
-@dataclass(frozen=True, slots=True)
-class _Inner:
-    """How the functions are called that the public one is made of."""
-
-    modules: tuple[str, ...]
-    forward: str
-    backward: str
-    forward_options: dict[str, Any]
-    backward_options: dict[str, Any]
-
-
-_INNER = {
-    2: _Inner(
-        ("flash_attn.flash_attn_interface",),
-        "_flash_attn_varlen_forward",
-        "_flash_attn_varlen_backward",
-        {"dropout_p": 0.0},
-        {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None},
-    ),
-    3: _Inner(_MODULES[3], "_flash_attn_forward", "_flash_attn_backward", {}, {}),
-}
 _NEEDED = ("causal", "softmax_scale", "deterministic", "cu_seqlens_k", "max_seqlen_k")
 
 
@@ -108,9 +85,15 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
     Their parameters are those of version 2.7 and later, and of version 3 as it is in 2.7.3 and
     later. Raises whatever the package does if they are others, when it is called.
     """
-    inner = _INNER[version]
-    module = _module(inner.modules)
-    forward, backward = getattr(module, inner.forward), getattr(module, inner.backward)
+    if version == 2:
+        module = _module(["flash_attn.flash_attn_interface"])
+        forward, backward = module._flash_attn_varlen_forward, module._flash_attn_varlen_backward
+        dropout: dict[str, Any] = {"dropout_p": 0.0}
+        unused = {**dropout, "softcap": 0.0, "alibi_slopes": None}
+    else:
+        module = _module(_MODULES[3])
+        forward, backward = module._flash_attn_forward, module._flash_attn_backward
+        dropout = unused = {}
 
     def lengths(s: Segments, scale: float) -> dict[str, Any]:
         return {
@@ -129,7 +112,7 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         scale: float,
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        said = lengths(segments, scale) | inner.forward_options
+        said = lengths(segments, scale) | dropout
         tensors = query, key, value
         out, lse, *_ = forward(*tensors, **fitted(forward, len(tensors), said, segments, causal))
         return out, lse
@@ -146,7 +129,7 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
-        said = lengths(segments, scale) | inner.backward_options
+        said = lengths(segments, scale) | unused
         said |= {"dq": d_query, "dk": d_key, "dv": d_value, "deterministic": demand.deterministic}
         tensors = grad, query, key, value, out, lse
         backward(*tensors, **fitted(backward, len(tensors), said, segments, causal))
