@@ -88,15 +88,31 @@ class Rows:
         work = reduce_scatter(received, sent.flatten(0, 1), group=self.group, async_op=True)
         return Reduction(each, received, sent, work)
 
-    def start_gather(self, share: torch.Tensor, stop: int) -> Gathering:
-        """Starts to gather the rows up to ``stop``."""
+    def start_gather(
+        self, share: torch.Tensor, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Starts to gather the rows up to ``stop``: what is received, what is sent, and the work,
+        if there are any.
+        """
         sent = share[self._each(stop)].contiguous()
         received = sent.new_empty(self.group.size(), *sent.shape)
         work = None
         if len(sent):
             out = received.flatten(0, 1)
             work = all_gather(out, sent, group=self.group, async_op=True)
-        return Gathering(self, stop, sent, received, work)
+        return received, sent, work
+
+    def fill(self, whole: torch.Tensor, received: torch.Tensor, stop: int) -> None:
+        """Puts gathered rows to ``[rows, 2, G, D]``, in their order. Graphs that hold it need not
+        know.
+        """
+        size = self.group.size()
+        first, (full, rest) = self.first // size, divmod(stop, size)
+        with torch.no_grad(), _unsafe_preserve_version_counter(whole):
+            to = whole[first * size : full * size].view(full - first, size, *whole.shape[1:])
+            to.copy_(received[:, : full - first].transpose(0, 1))
+            if rest:
+                whole[full * size : stop] = received[:rest, -1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +129,6 @@ class Reduction:
         share[self.rows] += self.received
 
 
-@dataclass(slots=True)
-class Gathering:
-    """Rows on the way from the ranks that have them."""
-
-    rows: Rows
-    stop: int
-    _sent: torch.Tensor | None
-    _received: torch.Tensor | None
-    _work: Any
-
-    def fill(self, whole: torch.Tensor) -> None:
-        """Puts them to ``[rows, 2, G, D]``, in their order. Graphs that hold it need not know."""
-        received, size = self._received, self.rows.group.size()
-        assert received is not None
-        if self._work is None:
-            return
-        self._work.wait()
-        first, (full, rest) = self.rows.first // size, divmod(self.stop, size)
-        with torch.no_grad(), _unsafe_preserve_version_counter(whole):
-            to = whole[first * size : full * size].view(full - first, size, *whole.shape[1:])
-            to.copy_(received[:, : full - first].transpose(0, 1))
-            if rest:
-                whole[full * size : self.stop] = received[:rest, -1]
-        self._sent = self._received = self._work = None
-
-
 class Gathered:
     """Each head group's rows, one after another, the next one's collective under way."""
 
@@ -147,21 +137,23 @@ class Gathered:
         self._next = 0
         self.then: Callable[[], object] = int
         """What is to be done when the last group's have come."""
-        self._started = rows.start_gather(shares[0], stop)
+        self._started = [rows.start_gather(shares[0], stop)]
 
     def take(self, into: torch.Tensor | None = None) -> torch.Tensor:
         """The next group's, ``[stop of the slice, 2, G, D]``; those that are not gathered are
         undefined. ``into`` is such a tensor, whose storage was freed.
         """
-        started, share = self._started, self._shares[self._next]
+        (received, _sent, work), share = self._started.pop(), self._shares[self._next]
         self._next += 1
         if self._next < len(self._shares):
-            self._started = self.rows.start_gather(self._shares[self._next], self._stop)
+            self._started.append(self.rows.start_gather(self._shares[self._next], self._stop))
         else:
             self.then()
         if into is None:
             into = share.new_empty(self.rows.stop, *share.shape[1:])
         else:
             into.untyped_storage().resize_(into.numel() * into.element_size())
-        started.fill(into)
+        if work is not None:
+            work.wait()
+            self.rows.fill(into, received, self._stop)
         return into
