@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,9 +25,6 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     choose_kernel,
 )
 from megatron_wlb.runtime.gpt.attention.kernels.choose import time_ms
-
-# Deterministic matrix products need it, and cuBLAS reads it at its first call.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 HEADS, SCALE = 8, 0.1
 LENGTHS = [700, 1, 33, 1290, 128, 256, 5, 147]  # 2560 tokens: 8 slots of CP=4
@@ -62,6 +58,19 @@ def tensors(num_groups: int, head_dim: int, num_q: int, num_k: int) -> list[torc
     ]
 
 
+def assert_kernel_as_good_as_bf16(
+    kernel: VarlenKernel,
+    inputs: list[torch.Tensor],
+    lengths_q: list[int],
+    lengths_k: list[int],
+    reach_tokens: int | None = None,
+) -> None:
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda", reach_tokens), SCALE)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+    assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k, reach_tokens=reach_tokens)
+
+
 def assert_as_good_as_bf16(
     found: list[torch.Tensor],
     inputs: list[torch.Tensor],
@@ -81,10 +90,7 @@ def test_kernel_is_attention_by_definition(name: str, num_groups: int, head_dim:
     kernel = kernel_called(name, demand(num_groups, head_dim))
     lengths_q, lengths_k = [5, 300, 1, 64, 129], [5, 700, 90, 64, 131]
     inputs = tensors(num_groups, head_dim, sum(lengths_q), sum(lengths_k))
-    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-    out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda"), SCALE)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
-    assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k)
+    assert_kernel_as_good_as_bf16(kernel, inputs, lengths_q, lengths_k)
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -96,10 +102,7 @@ def test_kernel_with_narrow_values_is_attention_by_definition(
     lengths_q, lengths_k = [5, 300, 1, 64, 129], [5, 700, 90, 64, 131]
     query, key, value, grad = tensors(HEADS, key_dim, sum(lengths_q), sum(lengths_k))
     inputs = [query, key, value[..., :value_dim].contiguous(), grad[..., :value_dim].contiguous()]
-    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-    out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda"), SCALE)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
-    assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k)
+    assert_kernel_as_good_as_bf16(kernel, inputs, lengths_q, lengths_k)
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -113,10 +116,7 @@ def test_kernel_with_a_window_is_attention_by_definition(
     in_reach = zip(lengths_q, [5, 700, 90, 64, 1290], strict=True)
     lengths_k = [min(k, q + reach_tokens - 1) for q, k in in_reach]
     inputs = tensors(num_groups, 128, sum(lengths_q), sum(lengths_k))
-    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-    out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda", reach_tokens), SCALE)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
-    assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k, reach_tokens=reach_tokens)
+    assert_kernel_as_good_as_bf16(kernel, inputs, lengths_q, lengths_k, reach_tokens)
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -190,13 +190,14 @@ def test_freed_and_gathered_again_over_nccl(nccl: None, num_head_groups: int, ke
     kernel = choose_kernel("auto", demand(2, 128)).kernel
     layout = rank_layout(LENGTHS, 1, 0, Sharding())
     segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist(), "cuda")
-    parallel = ContextParallel(torch.distributed.group.WORLD, num_head_groups, keep)
-    gather = KeyGather.of(layout, "cuda")
+    parallel = ContextParallel(num_head_groups=num_head_groups, keep_gathered=keep)
+    group = torch.distributed.group.WORLD
+    rest = segments, KeyGather.of(layout, "cuda"), kernel, SCALE, group, parallel
     inputs = tensors(2, 128, sum(LENGTHS), sum(LENGTHS))
     layers = []
     for _ in range(4):
         leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-        out = context_attention(*leaves, segments, gather, kernel, SCALE, parallel)
+        out = context_attention(*leaves, *rest)
         layers.append((out, leaves))
         del out
     for out, leaves in reversed(layers):

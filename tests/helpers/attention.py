@@ -254,7 +254,8 @@ def ranks_in_turn(
                 layout.lengths_q.tolist(), layout.lengths_k.tolist(), query.device
             )
             index = KeyGather.of(layout, query.device)
-            out = context_attention(q, k, v, segments, index, kernel, scale, ContextParallel(group))
+            rest = segments, index, kernel, scale, group, ContextParallel()
+            out = context_attention(q, k, v, *rest)
             results[0][local] = out.detach()
             results[1][local] = torch.autograd.grad(out, (q, k, v), grad[local])[0]
     by_token = torch.empty_like(rows)

@@ -354,13 +354,13 @@ def attention_options(
     wlb = config.wlb
     return AttentionOptions(
         kernel,
-        num_head_groups,
-        wlb.wlb_cp_keep_gathered,
-        wlb.wlb_cp_reduce_in_fp32,
-        None if latent else least_bytes(kernel, demand),
         name,
         dropping,
         config.training.seed,
+        num_head_groups=num_head_groups,
+        keep_gathered=wlb.wlb_cp_keep_gathered,
+        reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
+        head_start_bytes=None if latent else least_bytes(kernel, demand),
     )
 
 

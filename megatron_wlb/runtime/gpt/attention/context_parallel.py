@@ -142,13 +142,12 @@ class KeyGather:
         return self.slice_rows is None or len(self.slice_rows) < self.layout.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ContextParallel:
     """How attention runs over the ranks of a group; the same for all layers."""
 
-    group: torch.distributed.ProcessGroup
     num_head_groups: int = 1
-    """A divisor of the key/value heads."""
+    """Groups of key/value heads whose communication and computation overlap; a divisor."""
     keep_gathered: bool = False
     """Keep gathered keys and values for the backward pass instead of gathering them again."""
     reduce_in_fp32: bool = False
@@ -181,6 +180,7 @@ def context_attention(
     gather: KeyGather,
     kernel: VarlenKernel,
     scale: float,
+    group: torch.distributed.ProcessGroup,
     parallel: ContextParallel,
     cut: LayerSlice | None = None,
     expand: Expand | None = None,
@@ -196,13 +196,13 @@ def context_attention(
     With ``expand`` there are latents ``[n, 1, R]`` for keys, and no values; ``value_dim`` is the
     width of those that they are projected up to.
     """
-    if gather.layout.num_tokens != len(query) * parallel.group.size():
+    if gather.layout.num_tokens != len(query) * group.size():
         raise PlanError(
-            f"attention got {len(query)} local tokens on each of {parallel.group.size()} "
+            f"attention got {len(query)} local tokens on each of {group.size()} "
             f"context-parallel ranks, where the plan has {gather.layout.num_tokens} in all"
         )
-    latent = LatentRows(expand, parallel.group.size()) if expand else None
-    run = _Run(segments, gather, kernel, scale, parallel, cut, latent, value_dim)
+    latent = LatentRows(expand, group.size()) if expand else None
+    run = _Run(segments, gather, kernel, scale, group, parallel, cut, latent, value_dim)
     if torch.is_grad_enabled():
         apply: Any = _ContextAttention.apply
         out: torch.Tensor = apply(query, key, value, run)
@@ -243,6 +243,7 @@ class _Run:
     gather: KeyGather
     kernel: VarlenKernel
     scale: float
+    group: torch.distributed.ProcessGroup
     parallel: ContextParallel
     cut: LayerSlice | None
     latent: LatentRows | None = None
@@ -260,7 +261,7 @@ class _Run:
         if self.cut is None or not self.cut.slice.divided:
             return None
         cut = self.cut.slice
-        return Rows(self.parallel.group, cut.first_row, cut.start, cut.stop)
+        return Rows(self.group, cut.first_row, cut.start, cut.stop)
 
     @property
     def _num_own(self) -> int:
@@ -409,7 +410,7 @@ class _Run:
             return None
         if self.segments.reach_tokens is not None:  # Queries do not see all far keys.
             return None
-        received_bytes = 2 * key.nbytes * (parallel.group.size() - 1)
+        received_bytes = 2 * key.nbytes * (self.group.size() - 1)
         if not pays(
             received_bytes / parallel.num_head_groups,
             query.nbytes / parallel.num_head_groups,
@@ -483,15 +484,15 @@ class _Run:
         """
         if value is None:
             local = key.detach().contiguous()
-            rows = local.new_empty(len(local) * self.parallel.group.size(), *local.shape[1:])
-            return rows, local, _all_gather(rows, local, group=self.parallel.group, async_op=True)
+            rows = local.new_empty(len(local) * self.group.size(), *local.shape[1:])
+            return rows, local, _all_gather(rows, local, group=self.group, async_op=True)
         local = torch.stack((key.detach(), value.detach()), dim=1)
         rows = local.new_empty(self.gather.layout.num_rows, *local.shape[1:])
         if self.gather.sent is not None:
             rows[self.gather.num_received :] = local
             local = local.index_select(0, self.gather.sent)
         received = rows[: self.gather.num_received]
-        work = _all_gather(received, local, group=self.parallel.group, async_op=True)
+        work = _all_gather(received, local, group=self.group, async_op=True)
         return rows, local, work
 
     def _start_reduce(
@@ -534,8 +535,8 @@ class _Run:
         sums = rows[: gather.num_received]
         if self.latent is not None:
             sums = rows = self.latent.down(rows)
-        local = rows.new_empty(len(sums) // self.parallel.group.size(), *rows.shape[1:])
-        work = _reduce_scatter(local, sums, group=self.parallel.group, async_op=True)
+        local = rows.new_empty(len(sums) // self.group.size(), *rows.shape[1:])
+        work = _reduce_scatter(local, sums, group=self.group, async_op=True)
         return local, rows, work
 
 

@@ -86,19 +86,11 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class AttentionOptions:
-    """How attention runs; the same in all layers."""
+class AttentionOptions(ContextParallel):
+    """How attention runs, under CP too; the same in all layers."""
 
     kernel: VarlenKernel
     """The kernel, which drops nothing."""
-    num_head_groups: int = 1
-    """Groups of key/value heads whose communication and computation overlap under CP."""
-    keep_gathered: bool = False
-    """Whether gathered keys and values are kept for the backward pass under CP."""
-    reduce_in_fp32: bool = False
-    """Whether gradients of keys and values are summed in fp32 under CP."""
-    head_start_bytes: int | None = None
-    """The least that is exchanged under CP for attention to begin with a rank's own keys."""
     kernel_name: str = ""
     dropping: VarlenKernel | None = None
     """The kernel with the model's dropout, for training; None without dropout."""
@@ -242,13 +234,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
             params.gather,
             kernel,
             self.softmax_scale,
-            ContextParallel(
-                group,
-                1 if behind else options.num_head_groups,
-                options.keep_gathered,
-                options.reduce_in_fp32,
-                options.head_start_bytes,
-            ),
+            group,
+            replace(options, num_head_groups=1) if behind else options,
             run,
             self.expand if value is None else None,
             self.value_dim,
