@@ -7,8 +7,6 @@ This file is also the program that the tests run, one process a time:
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_smoke import ROOT, corpus  # noqa: F401  # a fixture
+from test_gpu_smoke import corpus, torchrun  # noqa: F401  # a fixture
 
 from megatron_wlb.cost.fp8 import ROWS, row_multiple
 
@@ -132,15 +130,8 @@ def train(
 ) -> tuple[list[float], list[int], int]:
     """Losses, lengths of micro-batches and tokens of padding of a run in a process of its own."""
     result = folder / f"{recipe} {rows}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", __file__]
-    command += [str(result), recipe, rows, *FLAGS.split(), "--data-path", str(prefix), *flags]
-    here = os.path.dirname(__file__)
-    paths = os.pathsep.join(filter(None, (str(ROOT), here, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    argv = [str(result), recipe, rows, *FLAGS.split(), "--data-path", str(prefix), *flags]
+    torchrun(__file__, folder, *argv)
     losses, lengths, padding = json.loads(result.read_text())
     return losses, lengths, padding
 

@@ -62,30 +62,28 @@ def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
     distributed.shutdown()
 
 
-def train(
-    folder: Path, corpus: Path, name: str, *flags: str, num_gpus: int = 1, **more: str
-) -> list[float]:
-    """Losses of a run in processes of its own, with ``more`` in their environment."""
+def torchrun(file: str, folder: Path, *argv: str, num_gpus: int = 1, **more: str) -> None:
+    """Runs a file of this folder in processes of its own, with ``more`` in their environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        "--nproc-per-node",
-        str(num_gpus),
-        __file__,
-        str(folder / name),
-        str(folder / "weights"),
-    ]
-    command += ["--data-path", str(corpus), "--train-iters", str(NUM_STEPS), "--lr", "0.003"]
-    command += ["--global-batch-size", "4", "--seq-length", "512", "--hidden-size", "64"]
-    command += ["--wlb-packing", "hold", *flags]
+    command += ["--nproc-per-node", str(num_gpus), file, *argv]
     # Megatron may be on the path instead of installed.
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    # NVIDIA's containers round matrix products to TF32, which the emulation does not.
-    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
+    known = (str(ROOT), os.path.dirname(__file__), os.environ.get("PYTHONPATH"))
+    paths = os.pathsep.join(filter(None, known))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
     finished = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def train(
+    folder: Path, corpus: Path, name: str, *flags: str, num_gpus: int = 1, **more: str
+) -> list[float]:
+    """Losses of a run in processes of its own, with ``more`` in their environment."""
+    argv = [str(folder / name), str(folder / "weights"), "--data-path", str(corpus)]
+    argv += ["--train-iters", str(NUM_STEPS), "--lr", "0.003", "--global-batch-size", "4"]
+    argv += ["--seq-length", "512", "--hidden-size", "64", "--wlb-packing", "hold", *flags]
+    torchrun(__file__, folder, *argv, num_gpus=num_gpus, **more)
     result = json.loads((folder / name).read_text())
     assert result["device"].startswith("cpu" if "cpu" in flags else "cuda")
     losses: list[float] = result["losses"]
