@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -170,23 +171,14 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         return self._attach(logits, coeff, squares[documents < number].sum(), "z_loss")
 
-    def _apply_aux_loss(
-        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        return self._even_out("aux_loss", probs, scores, chosen)
-
-    def _apply_seq_aux_loss(
-        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        return self._even_out("seq_aux_loss", probs, scores, chosen)
-
-    def _apply_global_aux_loss(
-        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        return self._even_out("global_aux_loss", probs, scores, chosen)
-
     def _even_out(
-        self, kind: str, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
+        self,
+        kind: str,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        *_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         """``[n, E]`` each: ``probs``, with the auxiliary loss attached if it has a coefficient."""
         coeff = self.get_aux_loss_coeff(kind)
@@ -206,6 +198,10 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
             loss = of_slice(score_sums[0], self._choices(cut), cut.start)
             loss = loss + _balance(chosen_sums[1:], score_sums[1:])
         return self._attach(probs, coeff, loss, _LOGGED[kind])
+
+    _apply_aux_loss = partialmethod(_even_out, "aux_loss")
+    _apply_seq_aux_loss = partialmethod(_even_out, "seq_aux_loss")
+    _apply_global_aux_loss = partialmethod(_even_out, "global_aux_loss")
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
         """Counts the tokens of each expert, over the whole step."""

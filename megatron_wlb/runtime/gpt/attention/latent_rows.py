@@ -6,23 +6,19 @@ token's latent.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+Expand: TypeAlias = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Projects latents up: those of so many ranks ``[ranks · n, 1, 1, R]`` to keys and values
+``[T, 1, G, …]``, in the order of ranks and of each one's tokens.
 
-class Expand(Protocol):
-    """Projects latents up: those of ``num_shards`` ranks ``[num_shards · n, 1, 1, R]`` to keys and
-    values ``[T, 1, G, …]``, in the order of ranks and of each one's tokens.
-
-    With sequence parallelism a rank has ``n`` of its tokens' latents, and all tensor-parallel ranks
-    call it together; otherwise those of all its tokens.
-    """
-
-    def __call__(
-        self, latents: torch.Tensor, num_shards: int
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+With sequence parallelism a rank has ``n`` of its tokens' latents, and all tensor-parallel ranks
+call it together; otherwise those of all its tokens.
+"""
 
 
 class LatentRows:
