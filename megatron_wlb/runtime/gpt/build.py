@@ -237,7 +237,7 @@ def layer_submodules(
     if core.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = TorchNorm
-        of_keys = "kv_layernorm" if core.multi_latent_attention else "k_layernorm"
+        of_keys = "kv_layernorm" if latent else "k_layernorm"
         setattr(attention, of_keys, TorchNorm)
     return with_document_attention(spec, options), TorchNorm
 
@@ -440,16 +440,16 @@ def build_model(
         first = sum(stages[: chunk * pp_size + pp_rank])
         own = experts[first : first + stages[chunk * pp_size + pp_rank]]
         build = partial(layer_submodules, core, transformer_impl(config), options)
-        layers = {kind: build(has_experts=kind)[0] for kind in {*own, experts[-1]}}
-        final_norm = build()[1]
+        layers = {kind: build(has_experts=kind) for kind in {*own, experts[-1]}}
+        last, final_norm = layers[experts[-1]]
         mtp = None
         if core.mtp_num_layers:
-            mtp = prediction_submodules(core, layers[experts[-1]], final_norm, vp_stage)
+            mtp = prediction_submodules(core, last, final_norm, vp_stage)
         gpt = GPTModel(
             config=core,
             transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[layers[kind] for kind in own],
-                layer_norm=build()[1],
+                layer_specs=[layers[kind][0] for kind in own],
+                layer_norm=final_norm,
             ),
             vocab_size=padded_vocab_size(config, vocab_size),
             max_sequence_length=config.model.max_position_embeddings or config.data.seq_length,
