@@ -243,6 +243,7 @@ CALLS: list[tuple[dict[str, Any], set[str]]] = [
     ({"reach_tokens": 3}, {"window_size"}),
     ({"dropout": 0.1}, {"dropout_p"}),
     ({"dropout": 0.2, "num_groups": CPU.num_heads, "head_dim": 64}, {"dropout_p"}),
+    ({"dropout": 0.1, "reach_tokens": 3}, {"dropout_p", "window_size"}),
 ]
 
 
