@@ -289,6 +289,8 @@ def num_lines(path: Path) -> int:
 
 
 def tracked(folder: Path) -> int:
-    """The iteration of the newest checkpoint in a folder of ``--save``; 0 if there is none yet."""
+    """The iteration of the newest checkpoint in a folder of ``--save``; 0 if there is none yet, and
+    while Megatron writes it.
+    """
     tracker = folder / TRACKER
-    return int(tracker.read_text()) if tracker.exists() else 0
+    return int(tracker.read_text() or 0) if tracker.exists() else 0
