@@ -35,8 +35,9 @@ import numpy as np
 
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.schedule.graph import Floats, Graph, slice_graph
+from megatron_wlb.cost.schedule.graph import Floats, Graph
 from megatron_wlb.cost.schedule.hosting import Copies
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import HOST, KINDS, LAYERS
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import MemoryModel
-from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay, graph_of
 from megatron_wlb.cost.schedule.hosting import Copies
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts

@@ -20,7 +20,8 @@ import numpy as np
 from rich import progress
 from rich.console import Console
 
-from megatron_wlb.cost.schedule.graph import Floats, Graph, Sends, graph_of, slice_graph
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Sends, graph_of
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.planning.from_config import parallelism

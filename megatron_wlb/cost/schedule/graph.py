@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.hosting import Clock, Copies
-from megatron_wlb.cost.schedule.order import Action, dataflow, schedule, sizes, sliced
+from megatron_wlb.cost.schedule.order import Action, dataflow, schedule, sizes
 from megatron_wlb.errors import PlanError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -74,9 +74,15 @@ class Graph:
     Raises :class:`PlanError` if the order deadlocks.
     """
 
-    def __init__(self, order: Sequence[Sequence[Action]], sends: Sends = "buffered") -> None:
+    def __init__(
+        self,
+        order: Sequence[Sequence[Action]],
+        sends: Sends = "buffered",
+        behind: Ints | None = None,
+    ) -> None:
         self.order = tuple(map(tuple, order))
         self.sends = sends
+        self._behind = behind
         self.pp_size = len(order)
         self.vpp_size, self.num_micro_batches = sizes(order)
         self.num_stages = self.pp_size * self.vpp_size
@@ -103,6 +109,19 @@ class Graph:
         num_actions = sum(map(len, self.order))
         self._of_rank = np.split(number[:num_actions], stops) if self.order else []
         self._ends = np.array([own[-1] for own in self._of_rank if len(own)], dtype=np.int64)
+
+    def placed(self, behind: Ints) -> Graph:
+        """The same order, whose :meth:`inputs` leave their ranks behind these passes."""
+        return Graph(self.order, self.sends, behind)
+
+    def inputs(self) -> tuple[Ints, Ints]:
+        """The passes whose outputs go to another rank, and the passes that need these.
+
+        Passes are numbered rank by rank; those that need something are in this order.
+        """
+        layout = self._layout()
+        needed = np.flatnonzero(layout.crosses)
+        return layout.second[needed], needed
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -157,6 +176,8 @@ class Graph:
             dataflow(self.order)  # says what is missing
         crosses = ~own & (self.pp_size > 1)
         is_transfer = np.zeros(len(row), dtype=bool)
+        if self._behind is not None:
+            second[crosses] = self._behind
         if self.sends == "buffered":
             return _Layout(row, first, second, crosses, is_transfer)
 
@@ -328,15 +349,6 @@ def graph_of(
     """The graph of Megatron's schedule; ``sends`` as that schedule does, if not given."""
     sends = sends or ("blocking" if vpp_size == 1 else "buffered")
     return Graph(schedule(pp_size, vpp_size, num_micro_batches, group_size), sends)
-
-
-@lru_cache(maxsize=64)
-def slice_graph(pp_size: int, chains: tuple[int, ...], vpp_size: int = 1) -> Graph:
-    """The graph of :func:`.order.sliced`, whose ranks send as they compute.
-
-    It takes 1 ms for PP=4 and 64 micro-batches, 9 ms for PP=16 and 256.
-    """
-    return Graph(sliced(pp_size, chains, vpp_size), "buffered")
 
 
 @dataclass(frozen=True)

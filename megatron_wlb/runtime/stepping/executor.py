@@ -6,9 +6,9 @@ the gradients of the slices behind them. So here is a loop of our own around wha
 passes, data-parallel reduction, and the end of a step. It mirrors
 ``forward_backward_pipelining_without_interleaving``.
 
-No transfer waits for another: sends are not waited for, receives are posted one action ahead, and
-activations and gradients have communicators of their own, as messages of one communicator pass in
-order. So have, with several model chunks on two ranks, messages that go on to the next chunk.
+Sends are not waited for, receives are posted one action ahead, and each directed pair of neighbours
+has a communicator of its own for activations and one for gradients. When an output is sent says
+:mod:`megatron_wlb.cost.schedule.messages`, so that no ranks wait in a circle under NCCL's rules.
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ import datetime
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_wlb.cost.schedule.order import Action
+from megatron_wlb.cost.schedule.messages import AHEAD, departures
+from megatron_wlb.cost.schedule.order import Action, Order
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.ranks import watchdog
+from megatron_wlb.runtime.ranks.hosts import between_hosts
 from megatron_wlb.runtime.ranks.transfer import open_group
 from megatron_wlb.runtime.stepping.communicator import Contents, compare_contents
 from megatron_wlb.runtime.stepping.offload import Passage
 
 TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
 """Whether megatron-core is 0.16, whose backward pass takes a parameter that it does not use."""
-
-
-MOST_SENDS = 4
-"""Messages that a rank holds until they are sent, where it must wait for that."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,13 @@ class Links:
     rank: int
     ranks: tuple[int, ...]
     """Global ranks of the pipeline's stages."""
-    groups: Mapping[tuple[str, bool], dist.ProcessGroup]
-    """By the kind of action, and whether its message goes from one chunk to another."""
+    groups: Mapping[tuple[str, int], dist.ProcessGroup]
+    """By the kind of action and :func:`colour` of the sender: then a rank either sends to one other
+    rank in a group, or receives from one, also where all messages of a group are in one stream.
+    """
     num_chunks: int = 1
+    hosts: dist.ProcessGroup | None = None
+    """A group of gloo's for what is said of messages, with ``verify``."""
 
     @classmethod
     def open(
@@ -58,6 +60,7 @@ class Links:
         timeout: datetime.timedelta | None = None,
         num_chunks: int = 1,
         given: Sequence[dist.ProcessGroup] = (),
+        verify: bool = False,
     ) -> Links:
         """Makes what is missing of the communicators, but for :meth:`num_more` that are ``given``;
         to be called by all ranks of the pipeline, or else by all of the world.
@@ -66,31 +69,28 @@ class Links:
         size = len(ranks)
         if size == 1:
             return cls(rank, ranks, {})
-        backward, *around = given or [
+        more = given or [
             open_group(ranks, timeout, like=pp_group) for _ in range(cls.num_more(size, num_chunks))
         ]
-        groups = {("F", False): pp_group, ("B", False): backward}
-        groups |= zip((("F", True), ("B", True)), around or (pp_group, backward), strict=True)
+        groups = dict(zip(_colours(size, num_chunks), [pp_group, *more], strict=True))
+        hosts = between_hosts(pp_group, timeout) if verify else None
+        links = cls(rank, ranks, groups, num_chunks, hosts)
         # NCCL connects two ranks at their first message, and blocks both hosts until then. A
         # receive is posted before the pass that its sender may still wait for.
         token = torch.zeros(1, device=torch.cuda.current_device())
-        if rank + 1 < size:
-            dist.recv(token, ranks[rank + 1], group=groups["B", False])
-        if rank > 0:
-            dist.send(token, ranks[rank - 1], group=groups["B", False])
-        for kind, sender, receiver in (("B", 0, size - 1), ("F", size - 1, 0)):
-            if num_chunks > 1 and rank == sender:
-                dist.send(token, ranks[receiver], group=groups[kind, True])
-            elif num_chunks > 1 and rank == receiver:
-                dist.recv(token, ranks[sender], group=groups[kind, True])
-        return cls(rank, ranks, groups, num_chunks)
+        for kind, sender in _senders(size, num_chunks):
+            receiver = (sender + (1 if kind == "F" else -1)) % size
+            group = groups[kind, colour(kind, sender, size)]
+            if rank == sender:
+                dist.send(token, ranks[receiver], group=group)
+            elif rank == receiver:
+                dist.recv(token, ranks[sender], group=group)
+        return links
 
     @staticmethod
     def num_more(pp_size: int, num_chunks: int) -> int:
-        """Communicators that a pipeline needs besides Megatron's: one for gradients, and of two
-        ranks with several chunks one for each way around, as each is the other's next and last.
-        """
-        return 3 if pp_size == 2 and num_chunks > 1 else 1
+        """Communicators that a pipeline needs besides Megatron's."""
+        return len(_colours(pp_size, num_chunks)) - 1
 
     def stage(self, chunk: int) -> int:
         """The virtual stage of a chunk on this rank."""
@@ -108,8 +108,40 @@ class Links:
         size, stage = len(self.ranks), self.stage(action.chunk)
         if size == 1 or not 0 <= stage + step < self.num_chunks * size:
             return None
-        goes_on = (stage + step) // size != stage // size
-        return self.ranks[(stage + step) % size], self.groups[action.kind, goes_on]
+        peer = (stage + step) % size
+        sender = self.rank if distance > 0 else peer
+        return self.ranks[peer], self.groups[action.kind, colour(action.kind, sender, size)]
+
+
+def colour(kind: str, sender: int, pp_size: int) -> int:
+    """Which of the groups of a kind has the messages of a stage's rank: neighbours differ."""
+    is_odd_way_round = pp_size % 2 and sender == (pp_size - 1 if kind == "F" else 0)
+    return 2 if is_odd_way_round else sender % 2
+
+
+def _senders(pp_size: int, num_chunks: int) -> list[tuple[str, int]]:
+    """Kinds and ranks that send, in an order in which they can wait for each other."""
+    forward = [("F", rank) for rank in range(pp_size - 1 + (num_chunks > 1))]
+    return forward + [("B", pp_size - 1 - rank) for _, rank in forward]
+
+
+def _colours(pp_size: int, num_chunks: int) -> list[tuple[str, int]]:
+    """The keys of :attr:`Links.groups`, the first is Megatron's."""
+    ways = _senders(pp_size, num_chunks)
+    return [*dict.fromkeys((kind, colour(kind, rank, pp_size)) for kind, rank in ways)]
+
+
+class _Sent(NamedTuple):
+    """A tensor on its way, kept until it is there."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+    peer: int
+    group: dist.ProcessGroup | None
+
+    def wait(self) -> None:
+        with watchdog.waiting_for([self.peer]):
+            self.work.wait()
 
 
 @dataclass
@@ -117,7 +149,7 @@ class Transfers:
     """The messages of one run on a rank.
 
     ``lengths`` are the tokens of each micro-batch's tensor between stages. With ``verify`` each
-    message comes after its length and :class:`Contents`, which are compared, and no receive is
+    message comes after its length and :class:`Contents`, which the hosts compare, and no receive is
     posted ahead.
     """
 
@@ -126,8 +158,12 @@ class Transfers:
     config: TransformerConfig
     verify: bool
     label: str
-    _sends: list[tuple[dist.Work, torch.Tensor, int]] = field(default_factory=list)
-    """What is on its way, kept until then, and to whom."""
+    _sends: list[_Sent] = field(default_factory=list)
+
+    @property
+    def ahead(self) -> int:
+        """How many actions before its own a receive is posted."""
+        return 0 if self.verify else AHEAD
 
     def post(self, action: Action) -> _Arrival | None:
         """Starts to receive what an action needs; None where that comes from no other rank."""
@@ -139,35 +175,40 @@ class Transfers:
         link = self.links.peer(action, 1)
         if link is None:
             return
-        self._sends = [sent for sent in self._sends if not sent[0].is_completed()]
+        self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
         if tensor.device.type == "cpu":
-            # Gloo's sends are complete only once they are waited for. The peer comes to the first
-            # of them without any message that is still to be sent; with several chunks it may first
-            # need those that go around.
-            num_chunks = self.links.num_chunks
-            around = num_chunks * len(self.links.ranks) if num_chunks > 1 else 1
-            while len(self._sends) > MOST_SENDS * around:
-                self._wait_for_first()
+            self._let_go(link[1])
         if self.verify:
             facts = [tensor.shape[0], *Contents.of(tensor)]
-            self._send(torch.tensor(facts, device=tensor.device), *link)
-        # An alias: the tensor itself may be emptied before it is sent.
-        self._send(tensor.detach(), *link)
+            self._send(torch.tensor(facts), link[0], self.links.hosts, _tag(action))
+        self._send(tensor, *link)
 
     def end(self) -> None:
         """Waits until all is sent."""
-        while self._sends:
-            self._wait_for_first()
+        for sent in self._sends:
+            sent.wait()
+        self._sends.clear()
 
-    def _wait_for_first(self) -> None:
-        work, _, peer = self._sends.pop(0)
-        with watchdog.waiting_for([peer]):
-            work.wait()
+    def _let_go(self, group: dist.ProcessGroup) -> None:
+        """Waits for what went before: gloo's sends are complete only then. By the plan it has been
+        received when the next one is sent.
+        """
+        for sent in self._sends:
+            if sent.group is group:
+                sent.wait()
+        self._sends = [sent for sent in self._sends if sent.group is not group]
 
-    def _send(self, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-        work = dist.isend(tensor, peer, group=group)
+    def _send(
+        self, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int = 0
+    ) -> None:
+        work = dist.isend(tensor, peer, group=group, tag=tag)
         assert work is not None
-        self._sends.append((work, tensor, peer))
+        self._sends.append(_Sent(work, tensor, peer, group))
+
+
+def _tag(action: Action) -> int:
+    """Tells what hosts say of activations from what they say of gradients, and from tensors."""
+    return 1 + (action.kind == "B")
 
 
 class _Arrival:
@@ -217,9 +258,9 @@ class _Arrival:
 
     def _announced(self) -> Contents:
         """Receives the length, which is compared, and what the tensor will hold."""
-        num, device = 1 + len(Contents._fields), self._tensor.device
-        facts = torch.zeros(num, dtype=torch.int64, device=device)
-        dist.recv(facts, self._peer, group=self._group)
+        facts = torch.zeros(1 + len(Contents._fields), dtype=torch.int64)
+        hosts = self._transfers.links.hosts
+        dist.recv(facts, self._peer, group=hosts, tag=_tag(self._action))
         num_tokens, *contents = facts.tolist()
         if num_tokens != len(self._tensor):
             stage = self._transfers.links.stage(self._action.chunk)
@@ -237,7 +278,7 @@ class _Arrival:
 
 
 def run_actions(
-    actions: Sequence[Action],
+    order: Order,
     transfers: Transfers,
     *,
     forward_step_func: Any,
@@ -251,7 +292,7 @@ def run_actions(
     first_val_step: bool | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Runs a rank's actions, as one of Megatron's schedule functions would.
+    """Runs a rank's actions of an order, as one of Megatron's schedule functions would.
 
     The parameters by name are theirs, and so is the result: what the losses report, on the last
     stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out. With
@@ -261,7 +302,11 @@ def run_actions(
     """
     config, links = transfers.config, transfers.links
     if forward_only:
-        actions = [action for action in actions if action.kind == "F"]
+        order = [[action for action in own if action.kind == "F"] for own in order]
+    actions = order[links.rank]
+    departing = departures(order, links.rank, transfers.ahead)
+    outputs: dict[int, torch.Tensor] = {}
+    """Of passes, by number, until they are sent."""
     begins_itself = config.grad_sync_func is None or links.rank == 0
     last = {action.chunk: action for action in actions if action.kind == "B"}
     syncs = [contextlib.ExitStack() for _ in model]
@@ -276,13 +321,13 @@ def run_actions(
             if begin is not None and not forward_only:
                 stack.enter_context(begin())
         posted = transfers.post(actions[0])
-        for action, following in zip(actions, [*actions[1:], None], strict=True):
+        for at, (action, following) in enumerate(zip(actions, [*actions[1:], None], strict=True)):
             if passage is not None:
                 passage.before(action)
             arrival = posted
             posted = None if following is None else transfers.post(following)
             received = None if arrival is None else arrival.wait()
-            chunk, number = action.chunk, action.micro_batch
+            chunk, number, sends = action.chunk, action.micro_batch, bool(links.peer(action, 1))
             if action.kind == "F":
                 check, is_last = schedules.check_first_val_step, links.is_last(chunk)
                 output, tokens = schedules.forward_step(
@@ -300,7 +345,8 @@ def run_actions(
                     is_last_stage=is_last,
                 )
                 num_tokens += tokens
-                transfers.send(action, output)
+                if sends:  # an alias: the tensor itself may be emptied before it is sent
+                    outputs[at] = output.detach()
                 if passage is not None:
                     passage.behind(action, received, output)
                 if not forward_only:
@@ -309,16 +355,19 @@ def run_actions(
                         schedules.deallocate_output_tensor(
                             output, config.deallocate_pipeline_outputs
                         )
-                continue
-            if action == last[chunk] and not reduce_late and begins_itself:
-                # Not before: reduction starts as soon as a parameter has a gradient. With a
-                # grad_sync_func the stages behind the first reduce below, in the pipeline's tail.
-                syncs[chunk].close()
-            entered, output = running.pop((chunk, number))
-            unused = (None,) if TAKES_MODEL_TYPE else ()
-            gradient = schedules.backward_step(entered, output, received, *unused, config)
-            if gradient is not None:
-                transfers.send(action, gradient)
+            else:
+                if action == last[chunk] and not reduce_late and begins_itself:
+                    # Not before: reduction starts as soon as a parameter has a gradient. With a
+                    # grad_sync_func the stages behind the first reduce below, in the pipeline's
+                    # tail.
+                    syncs[chunk].close()
+                entered, output = running.pop((chunk, number))
+                unused = (None,) if TAKES_MODEL_TYPE else ()
+                gradient = schedules.backward_step(entered, output, received, *unused, config)
+                if sends:
+                    outputs[at] = gradient.detach()
+            for source in departing[at]:
+                transfers.send(actions[source], outputs.pop(source))
     if not forward_only:
         for module, sync in zip(model, _each(config.grad_sync_func, model), strict=True):
             if not begins_itself:

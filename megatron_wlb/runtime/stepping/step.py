@@ -266,7 +266,7 @@ class StepRunner:
         again = [0 if forward_only else m.recomputed for m in micro_batches]
         if plan.chains:
             pp = model.groups.pp
-            actions = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))[pp.rank()]
+            order = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))
             verify = self.communicator.verify
             transfers = Transfers(self.links, lengths, model.config, verify, label)
             late = all(m.replicas for m in micro_batches)
@@ -279,9 +279,11 @@ class StepRunner:
                         "leave one of the two out"
                     )
                 hosted = [what == HOST for what in again]
-                passage = Passage(self._host, actions, hosted, plan.window_bytes, self._stays)
+                passage = Passage(
+                    self._host, order[pp.rank()], hosted, plan.window_bytes, self._stays
+                )
             options |= {"passage": passage, "reduce_late": late}
-            schedule = partial(run_actions, actions, transfers)
+            schedule = partial(run_actions, order, transfers)
         else:
             self.communicator.begin(lengths, forward_only=forward_only, label=label)
             schedule = partial(
@@ -318,7 +320,9 @@ class StepRunner:
         """What documents in slices need; made when all ranks have come to the first plan with
         slices, if it was not set before.
         """
-        return Links.open(self.model.groups.pp, self.timeout, len(self.model.chunks))
+        groups, num_chunks = self.model.groups, len(self.model.chunks)
+        verify = self.communicator.verify
+        return Links.open(groups.pp, self.timeout, num_chunks, verify=verify)
 
     @cached_property
     def _host(self) -> Host:

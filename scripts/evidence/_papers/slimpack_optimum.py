@@ -22,7 +22,7 @@ from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 from _papers.one_pipeline import BACKWARD, BOTH, FORWARD, UNLIKE_COST, Pass, Piece
 from _papers.paper import K
 from megatron_wlb.cost import Parallelism
-from megatron_wlb.cost.schedule.graph import slice_graph
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import Document

@@ -21,7 +21,8 @@ from _validation.judge import (
     summarize,
 )
 from _validation.sharing import replay_shared
-from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
+from megatron_wlb.cost.schedule.graph import graph_of
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import run_of

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
-from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
+from megatron_wlb.cost.schedule.graph import graph_of
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError

@@ -13,7 +13,7 @@ from _quickstart.recording import RecordedStep, Recording
 from _quickstart.report import draw, headline, summarize, table
 from rich.console import Console
 
-from megatron_wlb.cost.schedule.graph import slice_graph
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.simulator.engine import Timeline, timeline
 from megatron_wlb.study import plot

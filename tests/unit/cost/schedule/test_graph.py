@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.schedule.graph import Graph, graph_of, slice_graph
+from megatron_wlb.cost.schedule.graph import Graph, graph_of
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.schedule.order import Action, one_f_one_b, schedule
 from megatron_wlb.errors import PlanError
 from megatron_wlb.simulator.engine import timeline

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.schedule.graph import Floats, slice_graph
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import Window, held_amounts, hosted_passes
+from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.schedule.order import Action, sliced
 
 
