@@ -42,6 +42,8 @@ _POOL = pytest.StashKey[GlooPool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--must-run", choices=TIERS, help="fail if no test of this tier runs")
+    said = "fail where what the ranks of a case ask could hang under NCCL's rules"
+    parser.addoption("--nccl-rules", action="store_true", help=said)
 
 
 def _folder(nodeid: str) -> str | None:
@@ -78,6 +80,10 @@ def gloo(pytestconfig: pytest.Config) -> Iterator[GlooPool]:
     """Worlds of gloo ranks: ``gloo.run(4, function, *args)``."""
     with GlooPool() as pool:
         pytestconfig.stash[_POOL] = pool
+        if pytestconfig.getoption("--nccl-rules"):
+            from helpers.nccl.record import hold_to_rules  # imports torch
+
+            hold_to_rules(pool)
         yield pool
 
 

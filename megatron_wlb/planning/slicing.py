@@ -37,7 +37,7 @@ from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.graph import Floats, Graph
 from megatron_wlb.cost.schedule.hosting import Copies
-from megatron_wlb.cost.schedule.messages import slice_graph
+from megatron_wlb.cost.schedule.messages import meet_in_order, slice_graph
 from megatron_wlb.cost.slices import HOST, KINDS, LAYERS
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
@@ -278,10 +278,21 @@ class Slicer:
         if self._merges and heaviest and heaviest[0][0] > (1 + TOLERANCE) * dealt.mean_us:
             merged = self._deal(heaviest, merges=True)
             if self._step_us(merged, way) < self._step_us(dealt, way):
-                dealt = merged
+                laid = self._lay_all(merged, way)
+                if self._meet(laid):
+                    return self._with_room(laid, is_tight=way in self._tight)
+        return self._with_room(self._lay_all(dealt, way), is_tight=way in self._tight)
+
+    def _lay_all(self, dealt: _Dealt, way: Way) -> list[Units]:
         groups = range(len(dealt.alone))
-        laid = [units for group in groups for units in self._lay(dealt, group, way)]
-        return self._with_room(laid, is_tight=way in self._tight)
+        return [units for group in groups for units in self._lay(dealt, group, way)]
+
+    def _meet(self, replicas: Sequence[Units]) -> bool:
+        """Whether all that several replicas run comes in one order on them."""
+        layout = self._layout
+        chains = [tuple(units.chains) for units in replicas]
+        merged = [units.replicas for units in replicas]
+        return meet_in_order(layout.pp_size, layout.vpp_size, chains, merged)
 
     def _with_room(self, replicas: Sequence[Units], *, is_tight: bool = True) -> list[Units]:
         """The same, of which units are recomputed as memory asks: alike in replicas that run alike,

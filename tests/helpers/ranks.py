@@ -181,7 +181,7 @@ def train(
             loss = runner.run(plan)
             losses.append(loss.mean)
             ahead.append(tuple(depth.item() for depth in loss.ahead))
-            auxiliary.append(_logged(fmean(map(len, plan.micro_batches))))
+            auxiliary.append(logged(fmean(map(len, plan.micro_batches))))
             hooked = [chunk for chunk in model.chunks if chunk.use_forward_hook]
             for chunk in model.chunks:
                 chunk.eval()
@@ -216,7 +216,7 @@ def train(
     )
 
 
-def _logged(num_micro_batches: float) -> dict[str, list[float]]:
+def logged(num_micro_batches: float) -> dict[str, list[float]]:
     """The auxiliary losses of a step, as Megatron's log has them, and none for the next one."""
     from megatron.core.transformer.moe import moe_utils
 

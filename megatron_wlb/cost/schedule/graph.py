@@ -307,6 +307,13 @@ class Graph:
         result: Floats = values[self._of_rank[pp_rank]]
         return result
 
+    def by_action(self, values: Floats) -> Floats:
+        """A replay's ``start_us`` or ``stop_us`` as ``times_us`` stand, ``[2, S, N]``."""
+        table = np.full(2 * self.num_stages * self.num_micro_batches, np.nan)
+        nodes = np.concatenate(self._of_rank)
+        table[self._row[nodes]] = values[nodes]
+        return table.reshape(2, self.num_stages, self.num_micro_batches)
+
     def critical_path(
         self, replay: Replay, times_us: Floats, p2p_us: Floats, end: tuple[int, Action]
     ) -> list[tuple[Node, float, float]]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -118,21 +118,30 @@ def slice_graph(pp_size: int, chains: tuple[int, ...], vpp_size: int = 1) -> Gra
 
 
 def meet_in_order(
-    pp_size: int, vpp_size: int, chains: Sequence[tuple[int, ...]], num_merged: Sequence[int]
+    pp_size: int,
+    vpp_size: int,
+    chains: Sequence[Sequence[int]],
+    blocks: Sequence[Sequence[tuple[int, ...]]],
 ) -> bool:
-    """Whether replicas can run their first micro-batches together, ``num_merged`` each.
+    """Whether replicas come to what several of them run together in one order.
 
-    Of two replicas the fewer are those of both. They must come in one order in the timelines of
-    both: else each could wait for the other. With one chunk they always do.
+    ``blocks`` are the replicas that run each micro-batch of a replica together, of which those
+    come first, larger blocks before smaller ones; none runs it alone. Two replicas must run what
+    they share in one order in the timelines of both: else each could wait for the other. With one
+    chunk they do. With several the order hangs on the numbers of all their micro-batches.
     """
     if vpp_size == 1:
         return True
-    starts = [_starts(pp_size, own, vpp_size) for own in chains]
-    for (one, num_one), (other, num_other) in combinations(zip(starts, num_merged, strict=True), 2):
-        num = min(num_one, num_other)
-        first, second = one[..., :num].ravel(), other[..., :num].ravel()
-        if (np.diff(second[np.lexsort((second, first))]) < 0).any():
-            return False
+    for rank, own in enumerate(blocks):
+        for other in own[0] if own else ():
+            pairs = zip(own, blocks[other], strict=False)
+            num = sum(1 for _ in takewhile(lambda both: both[0] and both[0] == both[1], pairs))
+            one, two = (
+                _starts(pp_size, tuple(chains[at]), vpp_size)[..., :num].ravel()
+                for at in (rank, other)
+            )
+            if (np.diff(two[np.lexsort((two, one))]) < 0).any():
+                return False
     return True
 
 
@@ -140,9 +149,4 @@ def meet_in_order(
 def _starts(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Floats:
     """When each pass starts by the timeline, ``[2, S, N]``: forwards, backwards."""
     graph = Graph(sliced(pp_size, chains, vpp_size))
-    replay, starts = timeline(graph), np.empty((2, graph.num_stages, graph.num_micro_batches))
-    for rank, actions in enumerate(graph.order):
-        for action, start_us in zip(actions, graph.of_rank(replay.start_us, rank), strict=True):
-            stage = action.chunk * pp_size + rank
-            starts[int(action.kind == "B"), stage, action.micro_batch] = start_us
-    return starts
+    return graph.by_action(timeline(graph).start_us)

@@ -138,6 +138,7 @@ class _Sent(NamedTuple):
     tensor: torch.Tensor
     peer: int
     group: dist.ProcessGroup | None
+    tag: int
 
     def wait(self) -> None:
         with watchdog.waiting_for([self.peer]):
@@ -175,9 +176,7 @@ class Transfers:
         link = self.links.peer(action, 1)
         if link is None:
             return
-        self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
-        if tensor.device.type == "cpu":
-            self._let_go(link[1])
+        self._let_go(*link)
         if self.verify:
             facts = [tensor.shape[0], *Contents.of(tensor)]
             self._send(torch.tensor(facts), link[0], self.links.hosts, _tag(action))
@@ -189,21 +188,21 @@ class Transfers:
             sent.wait()
         self._sends.clear()
 
-    def _let_go(self, group: dist.ProcessGroup) -> None:
-        """Waits for what went before: gloo's sends are complete only then. By the plan it has been
-        received when the next one is sent.
+    def _let_go(self, peer: int, group: dist.ProcessGroup) -> None:
+        """Waits for what was sent before it, and forgets it: a host that runs far ahead of its
+        device would keep all. By the plan it has been received when the next one is sent.
         """
         for sent in self._sends:
-            if sent.group is group:
+            if sent[2:] == (peer, group, 0):
                 sent.wait()
-        self._sends = [sent for sent in self._sends if sent.group is not group]
+        self._sends = [sent for sent in self._sends if sent[2:] != (peer, group, 0)]
 
     def _send(
         self, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int = 0
     ) -> None:
         work = dist.isend(tensor, peer, group=group, tag=tag)
         assert work is not None
-        self._sends.append(_Sent(work, tensor, peer, group))
+        self._sends.append(_Sent(work, tensor, peer, group, tag))
 
 
 def _tag(action: Action) -> int:

@@ -6,8 +6,9 @@ Weights stay where they are. Gradients need nothing else: the loss is a sum over
 what data-parallel reduction adds up.
 
 Every rank runs its merged micro-batches forward before all others, and backward before all others,
-in one chain. All ranks of a group so come to its collectives in one order, though replicas differ
-in what else they run.
+in one chain. With one model chunk a rank, all ranks of a group so come to its collectives in one
+order, though replicas differ in what else they run. With several they need not: such a document is
+then run by one replica.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_wlb.cost.schedule.messages import meet_in_order
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.runtime.ranks.transfer import nccl_options
@@ -57,6 +59,17 @@ def open_groups(
         # NCCL connects ranks at their first collective, and blocks their hosts until all are there.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return opened
+
+
+def check_meeting(plan: StepPlan, pp_size: int, vpp_size: int) -> None:
+    """Raises :class:`PlanError` where replicas would come to their collectives in unlike orders."""
+    blocks = [[m.replicas for m in own] for own in plan.micro_batches]
+    if plan.chains and not meet_in_order(pp_size, vpp_size, plan.chains, blocks):
+        raise PlanError(
+            f"step {plan.step}: with {vpp_size} chunks a rank, replicas with "
+            f"{[len(own) for own in blocks]} micro-batches come to those that they run together in "
+            "unlike orders, and would wait for one another for ever; plan with --wlb-dp-merge off"
+        )
 
 
 def check_merged(plan: StepPlan) -> None:

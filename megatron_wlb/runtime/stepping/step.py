@@ -40,7 +40,7 @@ from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.stepping.losses import LossFunction, load_loss
-from megatron_wlb.runtime.stepping.merge import check_merged, open_groups
+from megatron_wlb.runtime.stepping.merge import check_meeting, check_merged, open_groups
 from megatron_wlb.runtime.stepping.offload import Host, Passage
 from megatron_wlb.runtime.stepping.recompute import recomputed
 from megatron_wlb.settings.config import Config
@@ -400,6 +400,7 @@ class StepRunner:
                     f"pad it to a positive multiple of {shards}, over which sequences are sharded"
                 )
         check_chains(plan)
+        check_meeting(plan, self.model.groups.pp.size(), len(self.model.chunks))
         self._check_alike(plan)
 
 

@@ -88,6 +88,11 @@ class LocalReplica:
         """Gradients of each bucket that the present step has still to add."""
         bucket_of = {id(held.parameter): held.piece.whole.bucket for held in self.held}
         self._buckets = Counter(bucket_of.values())
+        # These are complete in the rank's last pass, if it is the first of its pipeline: no message
+        # is left to send or receive then. An exchange of all ranks that starts before a message
+        # could keep that from its peer, which comes to the exchange only behind it.
+        first = model.gpts[0].parameters() if model.groups.pp.rank() == 0 else ()
+        self._last_buckets = {bucket_of[id(parameter)] for parameter in first}
         for gpt in model.gpts:
             for module in _units(gpt):
                 needed = sorted({bucket_of[id(p)] for p in module.parameters()})
@@ -159,7 +164,8 @@ class LocalReplica:
                 parameter.main_grad.add_(parameter.grad)
             parameter.grad = None
             self._missing[bucket] -= 1
-            if self._push is not None and not self._missing[bucket]:
+            is_last = bucket in self._last_buckets and not self._missing[bucket]
+            if self._push is not None and is_last:
                 open_buckets = [b for b, num in self._missing.items() if num > 0]
                 self._push.post(max(open_buckets, default=-1) + 1)
 

@@ -106,9 +106,15 @@ def _program(
         no_sync_func=None, finalize_model_grads_func=None, deallocate_pipeline_outputs=False,
         calculate_per_token_loss=False,
     )  # fmt: skip
+    lengths = [1 + n for n in range(num)]
+
+    def forward_step(*_: Any, current_microbatch: int, **__: Any) -> Any:
+        output = torch.empty(lengths[current_microbatch], 1, 1)
+        return output, torch.zeros([], dtype=torch.int)
+
     passes = SimpleNamespace(
-        forward_step=lambda *_, **__: (torch.empty(1, 1, 1), torch.zeros([], dtype=torch.int)),
-        backward_step=lambda *_: torch.empty(1, 1, 1),
+        forward_step=forward_step,
+        backward_step=lambda _, output, *__: torch.empty_like(output),
         check_first_val_step=lambda *_: None,
         deallocate_output_tensor=lambda *_: None,
     )
@@ -125,11 +131,9 @@ def _program(
         mock.patch("megatron_wlb.runtime.stepping.executor.Contents.of", lambda _: (0, 0, 0)),
         mock.patch("megatron_wlb.runtime.stepping.executor._Arrival._announced", _announced),
         mock.patch("megatron_wlb.runtime.stepping.executor.compare_contents"),
-        # Gloo's sends are waited for, NCCL's are not.
-        mock.patch.object(Transfers, "_let_go", lambda *_: None),
     ):
         links = Links.open(pp_group, None, vpp_size, given, verify)
-        transfers = Transfers(links, [1] * num, config, verify, "test")
+        transfers = Transfers(links, lengths, config, verify, "test")
         run_actions(
             order,
             transfers,

@@ -121,6 +121,12 @@ def hang(programs: Programs, rules: Rules) -> str | None:
     return graph.cycle()
 
 
+def hangs(programs: Programs) -> dict[str, str]:
+    """What :func:`hang` says, by each of the rules under which programs hang."""
+    found = {str(rules): hang(programs, rules) for rules in RULES}
+    return {name: text for name, text in found.items() if text is not None}
+
+
 class _Unmatched(Exception):
     """A call that no other rank answers."""
 
@@ -360,14 +366,14 @@ class _Graph:
 
 def _match(ops: Any) -> None:
     """Fills in the other ends. Raises where a call has none."""
-    ends: dict[Any, list[list[_Op]]] = defaultdict(lambda: [[], []])
+    ends: dict[Any, list[list[tuple[_Op, int]]]] = defaultdict(lambda: [[], []])
     collectives: dict[Key, dict[int, list[_Op]]] = defaultdict(dict)
     for op in ops:
         for part in op.call.parts:
             if part.kind == "send":
-                ends[op.key, op.rank, part.to[0]][0].append(op)
+                ends[op.key, op.rank, part.to[0]][0].append((op, part.num_bytes))
             elif part.kind == "recv":
-                ends[op.key, part.source[0], op.rank][1].append(op)
+                ends[op.key, part.source[0], op.rank][1].append((op, part.num_bytes))
             else:
                 collectives[op.key].setdefault(op.rank, []).append(op)
     for (_, sender, receiver), (sends, receives) in ends.items():
@@ -375,9 +381,11 @@ def _match(ops: Any) -> None:
             first = max(sends, receives, key=len)[min(len(sends), len(receives))]
             raise _Unmatched(
                 f"{len(sends)} messages are sent from {sender} to {receiver}, {len(receives)} "
-                f"received; the first of one end is {first}"
+                f"received; the first of one end is {first[0]}"
             )
-        for one, other in zip(sends, receives, strict=True):
+        for (one, sent), (other, received) in zip(sends, receives, strict=True):
+            if sent != received:
+                raise _Unmatched(f"{other} gets {sent} bytes, not {received}, of {one}")
             one.others.append(other)
             other.others.append(one)
     for key, by_rank in collectives.items():
