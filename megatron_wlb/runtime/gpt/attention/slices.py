@@ -101,6 +101,7 @@ class SliceStore:
 
         Raises :class:`PlanError` where a document was not finished.
         """
+        self.leave()
         for (document, layer), buffer in self.buffers.items():
             self.buffers.clear()
             raise PlanError(
@@ -108,6 +109,12 @@ class SliceStore:
                 f"{buffer.cuts[-1]} there; run all its slices forward, and "
                 "then all backward"
             )
+
+    def leave(self) -> None:
+        """Ends what is gathered already, as nobody takes it."""
+        if self.ahead is not None:
+            self.ahead[1].leave()
+            self.ahead = None
 
     def slice(self, span: Span, divided: bool = False) -> Slice:
         """The handle of a slice whose queries are not laid out yet."""
@@ -333,6 +340,7 @@ class LayerSlice:
             return
         comes = buffer.grad is None and buffer.cuts[-1] == cut.start
         if self._is_next(buffer) if backward else comes:
+            store.leave()
             store.ahead = (name, rows.first, stop), Gathered(rows, heads(buffer.pair), stop)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
