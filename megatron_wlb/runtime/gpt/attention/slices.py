@@ -151,11 +151,21 @@ class Slice:
         """The same queries once for each of so many parts of these rows, in whole tiles."""
         if parts not in self._in_parts:
             assert self.before is not None
+            num_queries, device = self.before.max_q, self.before.cu_seqlens_q.device
+            # On the device, too: to copy them there would pin memory in the middle of a step.
+            places = torch.arange(parts + 1, device=device)
+            starts = places * self.start // parts // TILE * TILE
+            starts[-1:].fill_(self.start)
             cuts = [self.start * at // parts // TILE * TILE for at in range(parts)]
             keys = [stop - start for start, stop in pairwise([*cuts, self.start])]
-            device = self.before.cu_seqlens_q.device
-            queries = [self.before.max_q] * parts
-            self._in_parts[parts] = Segments.of_unlike(queries, keys, device)
+            self._in_parts[parts] = Segments(
+                (num_queries,) * parts,
+                tuple(keys),
+                (places * num_queries).int(),
+                starts.int(),
+                num_queries,
+                max(keys),
+            )
         return self._in_parts[parts]
 
     @property
