@@ -160,7 +160,7 @@ class Simulator:
         if self._last is None or self._last[0] is not plan:
             p = self.parallelism
             graphs = [slice_graph(p.pp_size, own, p.vpp_size) for own in plan.chains]
-            units = tuple(tuple(map(_unit, rank)) for rank in plan.micro_batches)
+            units = tuple(tuple(map(unit, rank)) for rank in plan.micro_batches)
             self._last = plan, graphs, units
         return self._last[1:]
 
@@ -237,7 +237,7 @@ def slowest_us(
         times.append(stages.times_us(lengths, None, before, *_traits(rank)))
         gaps.append(np.zeros(len(rank)))
     if (link := stages.host) is not None and plan.chains:
-        units = [list(map(_unit, rank)) for rank in plan.micro_batches]
+        units = [list(map(unit, rank)) for rank in plan.micro_batches]
         pairs = zip(graphs, units, strict=True)
         copies = [link.copies(*own, plan.window_bytes) for own in pairs]
     if not graphs:
@@ -246,7 +246,7 @@ def slowest_us(
     if experts is None:
         given = zip(graphs, times, gaps, copies, strict=True)
         return max(float(graph.step_us(us, gap, [own])) for graph, us, gap, own in given)
-    padded = [[_unit(m).num_tokens for m in rank] for rank in plan.micro_batches]
+    padded = [[unit(m).num_tokens for m in rank] for rank in plan.micro_batches]
     *_, replays = _coupled(graphs, experts, times, padded, gaps, copies)
     return max(float(replayed.stop_us.max()) for replayed in replays)
 
@@ -262,7 +262,7 @@ def _traits(rank: Sequence[MicroBatchPlan]) -> tuple[list[int], list[int], list[
     return together, [m.recomputed for m in rank], [m.divided for m in rank]
 
 
-def _unit(m: MicroBatchPlan) -> Unit:
+def unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
     alone = unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
     return alone._replace(ranks=m.replicas, recomputed=m.recomputed, divided=m.divided)

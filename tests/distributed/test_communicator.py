@@ -146,33 +146,71 @@ def actions_of_step(layout: Layout, forward_only: bool):
     return actions, to_next, to_previous
 
 
-def receive_what_nobody_waited_for(layout: Layout) -> float:
-    """What stage 1 gets when stage 0 has sent it and let go of the handle."""
+def receive_what_nobody_waited_for(layout: Layout) -> list[float]:
+    """What each of two stages gets of the other, which has sent it, let go of the handle and freed
+    the tensor, whose memory then has other numbers.
+    """
     import datetime
 
     import torch
+    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
     communicator = build_runner(layout.config, workload_of(layout)).communicator
-    communicator.begin([4, 4], forward_only=True, label="step 1")
-    options = {
-        "tensor_send_prev": None,
-        "recv_next": False,
-        "tensor_shape": (4, 1, HIDDEN),
-        "wait_on_reqs": False,
-    }
-    if communicator.pp_group.rank() == 0:
-        sent = torch.full((4, 1, HIDDEN), 7.0)
-        communicator._communicate(tensor_send_next=sent, recv_prev=False, **options)
+    communicator.begin([4, 4], forward_only=False, label="step 1")
+    shape, found = (4, 1, HIDDEN), []
+    given = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False}
+    given |= {"recv_next": False, "tensor_shape": shape, "wait_on_reqs": False}
+    for sender, to, place in ((0, "next", "prev"), (1, "prev", "next")):
+        if communicator.pp_group.rank() == sender:
+            sent = torch.full(shape, 7.0)
+            communicator._communicate(**given | {f"tensor_send_{to}": sent})
+            deallocate_output_tensor(sent, True)
+            others = [torch.full(shape, 5.0) for _ in range(9)]
+            torch.distributed.barrier()
+        else:
+            torch.distributed.barrier()
+            *received, handles = communicator._communicate(**given | {f"recv_{place}": True})
+            handles[f"recv_{place}"].wait(datetime.timedelta(seconds=5))
+            found.append(float(received[place == "next"].mean()))
+            others = []
         torch.distributed.barrier()
-        torch.distributed.barrier()
-        return 7.0
-    torch.distributed.barrier()
-    received, _, handles = communicator._communicate(
-        tensor_send_next=None, recv_prev=True, **options
-    )
-    handles["recv_prev"].wait(datetime.timedelta(seconds=5))
-    torch.distributed.barrier()
-    return float(received.mean())
+        del others
+    return found
+
+
+def storages_of_step(layout: Layout, forward_only: bool) -> tuple[int, int, int]:
+    """Of a step's messages their number, how many lost their memory before they were sent, and how
+    many have it still when the step is over.
+    """
+    from megatron.core.pipeline_parallel import schedules
+    from torch.distributed import ProcessGroup
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    runner = build_runner(layout.config, workload_of(layout))
+    under_way, memory, lost = [], [], set()
+    send, deallocate = ProcessGroup.send, schedules.deallocate_output_tensor
+
+    def recording_send(group, tensors, peer, tag):
+        work = send(group, tensors, peer, tag)
+        memory.append(StorageWeakRef(tensors[0].untyped_storage()))
+        under_way.append(work)
+        return work
+
+    def recording_deallocate(output, is_asked):
+        deallocate(output, is_asked)
+        for number, (work, own) in enumerate(zip(under_way, memory, strict=True)):
+            if own.expired() and not work.is_completed():
+                lost.add(number)
+
+    with (
+        mock.patch.object(ProcessGroup, "send", recording_send),
+        mock.patch.object(schedules, "deallocate_output_tensor", recording_deallocate),
+    ):
+        runner.run(plan_of(layout), forward_only=forward_only)
+    under_way.clear()
+    for gpt in runner.model.gpts:  # which have their last input, and so its gradient
+        gpt.set_input_tensor(None)
+    return len(memory), len(lost), sum(not own.expired() for own in memory)
 
 
 def misuse_communicator(layout: Layout) -> list[str]:
@@ -399,4 +437,15 @@ def test_stock_schedule_runs_the_simulated_order(
 def test_message_arrives_whose_sender_does_not_wait(gloo: GlooPool) -> None:
     """As the last one of some schedules: gloo takes it back with its handle."""
     layout = Layout("gpt2", 2, pp=2, vpp=2)  # overlapping: each message has a handle of its own
-    assert gloo.run(2, receive_what_nobody_waited_for, layout) == [7.0, 7.0]
+    assert gloo.run(2, receive_what_nobody_waited_for, layout) == [[7.0], [7.0]]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(
+    "layout", [Layout("gpt2", 2, pp=2, vpp=2), Layout("gpt2", 8, pp=4, vpp=2)], ids=str
+)
+def test_message_has_its_memory_until_it_is_sent(
+    gloo: GlooPool, layout: Layout, forward_only: bool
+) -> None:
+    for sent, lost, left in gloo.run(layout.world_size, storages_of_step, layout, forward_only):
+        assert sent and (lost, left) == (0, 0)

@@ -70,6 +70,50 @@ def test_ranks_together_divide_keys_and_values(wrong: Differences) -> None:
     assert wrong(case, plan_for=divided_and_merged_for) == []
 
 
+@contextlib.contextmanager
+def that_waits_for_each_gather(runner) -> Iterator[None]:
+    """Asserts that a step has waited for all rows that it gathers when it ends, also for those that
+    no layer takes.
+    """
+    from megatron_wlb.runtime.gpt.attention.divided import Gathered, Rows
+
+    start, take, run = Rows.start_gather, Gathered.take, runner.run
+    started, taken = [], []
+
+    def recorded(*given):
+        *tensors, work = start(*given)
+        if work is not None:
+            work = mock.Mock(wraps=work)
+            started.append(work)
+        return *tensors, work
+
+    def recorded_take(gathered, *into):
+        taken.append(gathered._started[-1][-1])
+        return take(gathered, *into)
+
+    def counted(plan, **options):
+        loss = run(plan, **options)
+        assert [work.wait.call_count for work in started] == [1] * len(started)
+        untaken = len(started) - sum(work is not None for work in taken)
+        assert started and untaken > 0
+        started.clear()
+        taken.clear()
+        return loss
+
+    with (
+        mock.patch.object(Rows, "start_gather", recorded),
+        mock.patch.object(Gathered, "take", recorded_take),
+        mock.patch.object(runner, "run", counted),
+    ):
+        yield
+
+
+def test_step_waits_for_rows_that_no_layer_takes(wrong: Differences) -> None:
+    """Layers of a sliding window take fewer rows than the full one before them begins to gather."""
+    case = Layout("sliding-skip", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS)
+    assert wrong(case, that_waits_for_each_gather, divided_for) == []
+
+
 # What must not pass.
 
 

@@ -41,11 +41,24 @@ def every_for(config: Any, workload: Any, world_size: int, step: int) -> StepPla
 
 @contextlib.contextmanager
 def with_small_slabs(runner: Any) -> Iterator[None]:
-    """Asserts that passes do go to the host, and that nothing does in evaluation."""
+    """Asserts that passes do go to the host, to memory that was pinned before the step's first
+    message, and that nothing does in evaluation.
+    """
     from megatron_wlb.runtime.stepping import offload
 
     run_schedule, made = runner.run_schedule, offload.Passage
     passages: list[offload.Passage] = []
+    order: list[str] = []  # of pins and messages, in a step
+    pins: list[str] = []
+    empty, group = torch.empty, torch.distributed.ProcessGroup
+
+    def noted(what: str, call: Any) -> Any:
+        def note(*given: Any, **options: Any) -> Any:
+            if what == "message" or options.get("pin_memory") is not None:
+                order.append(what)
+            return call(*given, **options)
+
+        return note
 
     def passage(*given: Any) -> offload.Passage:
         passages.append(made(*given))
@@ -53,13 +66,20 @@ def with_small_slabs(runner: Any) -> Iterator[None]:
 
     def counted(plan: StepPlan, *args: Any, forward_only: bool, **options: Any) -> Any:
         passages.clear()
+        order.clear()
         reports = run_schedule(plan, *args, forward_only=forward_only, **options)
+        pins.extend(what for what in order if what == "pin")
+        assert order == sorted(order, reverse=True)  # pins before the first message
         own = plan.micro_batches[runner.model.groups.dp.rank()]
         waits = not forward_only and any(m.recomputed == HOST for m in own)
         assert [one.num_bytes > 10_000 for one in passages] == [True] * waits
+        assert not waits or (pins and runner._host.beyond < 1.1)  # what is pinned is enough
         return reports
 
     with (
+        mock.patch.object(torch, "empty", noted("pin", empty)),
+        mock.patch.object(group, "send", noted("message", group.send)),
+        mock.patch.object(group, "recv", noted("message", group.recv)),
         mock.patch.object(offload, "SMALL", 0.0),
         mock.patch.object(offload, "SLAB_BYTES", 4096),
         mock.patch("megatron_wlb.runtime.stepping.step.Passage", passage),
@@ -87,6 +107,20 @@ def test_micro_batches_wait_in_the_hosts_memory(
     wrong: Differences, case: Layout, plan_for: Any
 ) -> None:
     assert wrong(case, with_small_slabs, plan_for) == []
+
+
+@contextlib.contextmanager
+def with_few_slabs(runner: Any) -> Iterator[None]:
+    """As many as a step needs are pinned from the second step on."""
+    from megatron_wlb.runtime.stepping import offload
+
+    with mock.patch.object(offload, "BEYOND", 0.4), with_small_slabs(runner):
+        yield
+    assert runner._host.beyond > 0.8
+
+
+def test_what_finds_no_room_stays_on_the_device(wrong: Differences) -> None:
+    assert wrong(Layout("llama", 1), with_few_slabs, every_for) == []
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_wlb.cost.schedule.order import Action, sliced
@@ -26,7 +27,8 @@ def step(
     inputs = [torch.randn(NUM_ROWS, WIDTH, device="cuda") for _ in hosted]
     (actions,) = sliced(1, [len(hosted)])
     host = offload.Host(torch.device("cuda"))
-    passage = offload.Passage(host, actions, hosted, window_bytes, model.parameters)
+    expected = np.full((1, len(hosted)), float(PASS_BYTES))
+    passage = offload.Passage(host, actions, hosted, window_bytes, model.parameters, expected)
     outputs: dict[int, torch.Tensor] = {}
     held = []
     for action in actions:
@@ -68,8 +70,9 @@ def test_copies_run_beside_passes() -> None:
     assert any("DtoH" in name for name in names) and any("HtoD" in name for name in names)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        host = offload.Host(torch.device("cuda"))
-        passage = offload.Passage(host, [Action("F", 0, 0), Action("B", 0, 0)], [True], 0.0, list)
+        host, actions = offload.Host(torch.device("cuda")), [Action("F", 0, 0), Action("B", 0, 0)]
+        expected = np.full((1, 1), float(PASS_BYTES))
+        passage = offload.Passage(host, actions, [True], 0.0, list, expected)
         received = torch.ones(NUM_ROWS, WIDTH, device="cuda", requires_grad=True)
         output = received.exp().sum()
         passage.before(Action("F", 0, 0))

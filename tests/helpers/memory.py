@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-import torch
 from _quickstart.live_bytes import LiveBytes, step_bytes
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -44,13 +43,14 @@ def _without_slabs(live: LiveBytes) -> Iterator[None]:
     """What is the host's memory is not counted."""
     from megatron_wlb.runtime.stepping import offload
 
-    take = offload.Slabs.take
+    reserve = offload.Slabs.reserve
 
-    def hidden(slabs: offload.Slabs, num_bytes: int) -> list[torch.Tensor]:
+    def hidden(slabs: offload.Slabs, number: int) -> None:
         with _disable_current_modes():
-            return [live.leave_out(slab) for slab in take(slabs, num_bytes)]
+            reserve(slabs, number)
+            slabs.give([live.leave_out(slab) for slab in slabs.take(slabs.free_bytes)])
 
-    with mock.patch.object(offload.Slabs, "take", hidden):
+    with mock.patch.object(offload.Slabs, "reserve", hidden):
         yield
 
 

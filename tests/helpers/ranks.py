@@ -58,7 +58,7 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
         has_experts=model.config.num_moe_experts is not None,
         loss=workload.loss and partial(_own_loss, workload.loss),
     )
-    return StepRunner(model, batches, **options)
+    return StepRunner(model, batches, config=config, **options)
 
 
 def _own_loss(function: OwnLoss, log_probs: Any, targets: Any) -> Any:

@@ -258,8 +258,8 @@ _MOST_UNDER_WAY = 16
 
 
 def _keep_what_is_being_sent() -> None:
-    """Keeps an output's storage, which the schedules free once its send was issued: NCCL has
-    enqueued it by then, but gloo may still be reading it.
+    """Has Megatron's own communicator keep an output's storage, which the schedules free once its
+    send was issued, when gloo may still be reading it.
 
     The handle is kept too, as some schedules never wait for their last one: gloo takes a message
     back whose handle is gone, and its receiver would wait forever.
@@ -271,6 +271,8 @@ def _keep_what_is_being_sent() -> None:
 
     @functools.wraps(original)
     def communicate(self: Any, **kwargs: Any) -> Any:
+        if type(self) is not P2PCommunicator:  # ours keeps it on any device
+            return original(self, **kwargs)
         for name in ("tensor_send_next", "tensor_send_prev"):
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name].detach()  # an alias keeps the storage

@@ -33,6 +33,45 @@ def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
 
 
+PER_TOKEN_BYTES, LEAST_BYTES, HEADROOM = 64.0, 1 << 20, 1.25
+"""Sizes of a :class:`PinnedBlock`: what a token takes before that is known, what there is in any
+case, and how much more than was needed."""
+ALIGNED_BYTES = 64
+
+
+class PinnedBlock:
+    """What is copied to a GPU in one step, in memory that is pinned before it, all at once.
+
+    To pin some may wait for all that the device has to do, and that may need messages which the
+    host would still have to send. Torch gives a block to no other step before its copies are over.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._num_tokens, self._used, self._per_token = 0, 0, 0.0
+
+    def begin(self, num_tokens: int) -> None:
+        """Begins a step of so many tokens."""
+        if torch.device(self._device).type != "cuda":
+            return
+        if self._num_tokens:
+            self._per_token = max(self._per_token, HEADROOM * self._used / self._num_tokens)
+        self._num_tokens, self._used = num_tokens, 0
+        num_bytes = LEAST_BYTES + int((self._per_token or PER_TOKEN_BYTES) * num_tokens)
+        self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As the function of that name; where the block is full, it pins more."""
+        begin, end = self._used, self._used + tensor.nbytes
+        self._used = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
+        if end > len(self._block):
+            return pinned(tensor, self._device)
+        # A tensor of its own: of views autograd would take a change of one for one of all.
+        block = torch.empty(0, dtype=torch.uint8).set_(self._block.untyped_storage())
+        return block[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 def mapped(
     value: T,
     change: Callable[[torch.Tensor], torch.Tensor],

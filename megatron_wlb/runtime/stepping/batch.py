@@ -36,7 +36,7 @@ from megatron_wlb.runtime.gpt.attention.slices import Slice, SliceStore
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.ranks.reads import Run
-from megatron_wlb.runtime.ranks.transfer import mapped, pinned, to_device
+from megatron_wlb.runtime.ranks.transfer import PinnedBlock, mapped, to_device
 from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss
 
 LOOK_AHEAD = 2
@@ -176,6 +176,7 @@ class BatchBuilder:
         self.corpora = corpora
         self.vocab_size = vocab_size
         self.device = device
+        self._host = PinnedBlock(device)
         self.cp_rank = cp_rank
         self.cp_size = cp_size
         self.reach_tokens = reach_tokens
@@ -245,12 +246,12 @@ class BatchBuilder:
         for depth, weight in enumerate(self.depth_weights[: len(masks) - 1], start=1):
             masks[depth] *= weight
         tokens, labels, weights = (
-            tuple(self._pinned(torch.from_numpy(row)[None]) for row in rows)
+            tuple(self._host.pinned(torch.from_numpy(row)[None]) for row in rows)
             for rows in (ids, targets, masks)
         )
         ahead = None
         if last and self.num_ahead:
-            ones = self._pinned(torch.ones_like(weights[0]))
+            ones = self._host.pinned(torch.ones_like(weights[0]))
             ahead = Ahead(tokens, labels, (ones, *weights[1:]), self.step_targets)
         return Batch(
             plan,
@@ -261,7 +262,7 @@ class BatchBuilder:
             weights[0] if last else None,
             num_targets,
             ahead,
-            mapped(own_loss, self._pinned),
+            mapped(own_loss, self._host.pinned),
         )
 
     def finish(self, made: Batch) -> Batch:
@@ -289,10 +290,13 @@ class BatchBuilder:
         )
 
     def begin(self, plan: StepPlan) -> None:
-        """Begins a step: drops what chunks of the last one had in common, and weighs labels."""
+        """Begins a step: drops what chunks of the last one had in common, pins memory for what
+        :meth:`prepare` makes, and weighs labels.
+        """
         self._step = plan
         self._latest.clear()
         self._moved.clear()
+        self._host.begin(max(sum(m.padded_length for m in own) for own in plan.micro_batches))
         self.read = {}
         self.step_targets = plan.num_targets
         ahead = (plan.targets_ahead(depth) for depth in range(1, self.num_ahead + 1))
@@ -303,9 +307,6 @@ class BatchBuilder:
         if torch.device(self.device).type != "cuda":
             return None
         return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return pinned(tensor, self.device)
 
     def _shared(self, plan: MicroBatchPlan) -> tuple[IntArray | slice, PlanSeqParams]:
         """Makes what chunks share once a micro-batch, not once a chunk."""
@@ -334,7 +335,7 @@ class BatchBuilder:
                 assert self._step is not None, "who runs a step begins it"
                 routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
-            known = self._latest[plan.index] = (plan, local, mapped(params, self._pinned))
+            known = self._latest[plan.index] = (plan, local, mapped(params, self._host.pinned))
         return known[1:]
 
     def _read(

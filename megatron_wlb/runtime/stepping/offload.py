@@ -8,17 +8,26 @@ values of documents in slices, whole numbers, and what the pipeline sends and re
 
 On a GPU copies run on two streams of their own. The stream of the passes waits for them, the host
 does not. So memory that is free again is used in the order of that stream.
+
+The host's memory is pinned before a step's first message, as much as the plan needs. To pin some
+may wait for all that the device has to do, and that may need messages which the host would still
+have to send.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import SLAB_BYTES, Window, hosted_passes
 from megatron_wlb.cost.schedule.order import Action, Pass
 
@@ -27,6 +36,8 @@ SMALL, SMALL_BYTES = 1 / 256, 1 << 20
 bytes. There are many, and to launch their copies would take longer than these run."""
 WHOLE = torch.uint8, torch.int32, torch.int64
 """Numbers of these are places, counts and FP8 weights, which other passes may need."""
+BEYOND = 1.05
+"""Slabs that are pinned to one that is expected, at first: prediction is as exact as that."""
 SLABS_AT_ONCE = 128
 """Slabs that are pinned together, which takes long."""
 
@@ -38,15 +49,22 @@ class Slabs:
         self._on_gpu = device.type == "cuda"
         self._free: list[torch.Tensor] = []
 
-    def take(self, num_bytes: int) -> list[torch.Tensor]:
-        """Slabs ``[SLAB_BYTES]`` of uint8 for so many bytes."""
-        number = -(-num_bytes // SLAB_BYTES)
+    def reserve(self, number: int) -> None:
+        """Has so many slabs free."""
         while len(self._free) < number:
             at_once = SLABS_AT_ONCE if self._on_gpu else 1
             block = torch.empty(
                 at_once * SLAB_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._on_gpu
             )
             self._free += torch.split(block, SLAB_BYTES)
+
+    @property
+    def free_bytes(self) -> int:
+        return len(self._free) * SLAB_BYTES
+
+    def take(self, num_bytes: int) -> list[torch.Tensor]:
+        """Slabs ``[SLAB_BYTES]`` of uint8 for so many bytes, of those that are free."""
+        number = -(-num_bytes // SLAB_BYTES)
         taken, self._free = self._free[:number], self._free[number:]
         return taken
 
@@ -90,6 +108,8 @@ class _Kept:
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
+    num_wanted: int
+    """Slabs for these, and for what stays on the device as there are no more."""
     slabs: list[torch.Tensor] = field(default_factory=list)
     gone: torch.cuda.Event | None = None
     came: torch.cuda.Event | None = None
@@ -117,6 +137,8 @@ class Host:
     def __init__(self, device: torch.device) -> None:
         self.slabs = Slabs(device)
         self.out, self.back = _Lane(device), _Lane(device)
+        self.beyond = BEYOND
+        """How many slabs steps need, to one that is expected."""
 
 
 class Passage:
@@ -128,6 +150,8 @@ class Passage:
         hosted: of each micro-batch, whether it is.
         window_bytes: of each window of :class:`.Window`.
         stays: tells the tensors that are nobody's activations, such as parameters.
+        expected_bytes: ``[chunks, micro-batches]``: what each would send. Slabs are pinned for
+            them here. What finds none after all stays on the device.
     """
 
     def __init__(
@@ -137,12 +161,21 @@ class Passage:
         hosted: Sequence[bool],
         window_bytes: float,
         stays: Callable[[], Iterable[torch.Tensor]],
+        expected_bytes: Floats,
     ) -> None:
         self._host, self._hosted, self._stays = host, hosted, stays
         self._window = Window(hosted_passes(actions, hosted), window_bytes)
         self._kept: dict[Pass, _Kept] = {}
         self.num_bytes = 0
         """What has gone to the host."""
+        slabs = np.ceil(expected_bytes / SLAB_BYTES)
+        moves = (
+            (1 if a.kind == "F" else -1) * int(slabs[a.chunk, a.micro_batch])
+            for a in actions
+            if hosted[a.micro_batch]
+        )
+        self._num_expected = max(1, *accumulate(moves))
+        host.slabs.reserve(math.ceil(host.beyond * self._num_expected))
 
     def before(self, action: Action) -> None:
         """Has gone and come what must before an action."""
@@ -182,11 +215,16 @@ class Passage:
         largest = max((storage.nbytes() for storage in found), default=0)
         least = min(SMALL * largest, SMALL_BYTES)
         found = [storage for storage in found if storage.nbytes() >= least]
-        kept = _Kept(found, [storage.nbytes() for storage in found])
+        ends_at = [*accumulate((storage.nbytes() for storage in found), initial=0)]
+        found = found[: bisect_right(ends_at, self._host.slabs.free_bytes) - 1]
+        sizes = [storage.nbytes() for storage in found]
+        kept = _Kept(found, sizes, -(-ends_at[-1] // SLAB_BYTES))
         kept.slabs = self._host.slabs.take(kept.num_bytes)
         # Slabs that were read before are free: the passes have waited for those copies.
         kept.gone = self._host.out.copy(kept.pairs())
         self._kept[action.chunk, action.micro_batch] = kept
+        num_wanted = sum(own.num_wanted for own in self._kept.values())
+        self._host.beyond = max(self._host.beyond, num_wanted / self._num_expected)
         self._window.behind(action, kept.num_bytes)
         self.num_bytes += kept.num_bytes
 

@@ -24,11 +24,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_wlb.cost import MemoryModel
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import HOST
+from megatron_wlb.cost.slices import HOST, UnitTable
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
+from megatron_wlb.planning.from_config import run_of
 from megatron_wlb.runtime.gpt.attention.core import model_reach
 from megatron_wlb.runtime.gpt.build import Model, has_head_start
 from megatron_wlb.runtime.gpt.prediction import take_losses
@@ -44,6 +47,7 @@ from megatron_wlb.runtime.stepping.merge import check_meeting, check_merged, ope
 from megatron_wlb.runtime.stepping.offload import Host, Passage
 from megatron_wlb.runtime.stepping.recompute import recomputed
 from megatron_wlb.settings.config import Config
+from megatron_wlb.simulator.step import unit
 
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
 """Megatron's ``forward_step_func``: the next micro-batch through a chunk, and its loss function."""
@@ -137,7 +141,8 @@ class StepRunner:
     ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps, and what
     was read in the step before;
     ``timeout`` is that of the communicators that documents in slices need besides;
-    ``replicas_meet`` is :attr:`.Config.replicas_meet`.
+    ``replicas_meet`` is :attr:`.Config.replicas_meet`;
+    ``config`` are the run's settings, needed where micro-batches wait in the host's memory.
     """
 
     def __init__(
@@ -150,8 +155,10 @@ class StepRunner:
         timeout: datetime.timedelta | None = None,
         hosts: Hosts | None = None,
         replicas_meet: bool = False,
+        config: Config | None = None,
     ) -> None:
         self.model = model
+        self.config = config
         self.batches = batches
         self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
         self.hosts = hosts or Hosts(model.groups, timeout)
@@ -201,6 +208,7 @@ class StepRunner:
             timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
             hosts=hosts,
             replicas_meet=config.replicas_meet,
+            config=config,
         )
 
     def take_reads(self) -> Reads | None:
@@ -267,10 +275,7 @@ class StepRunner:
         if plan.chains:
             pp = model.groups.pp
             order = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))
-            verify = self.communicator.verify
-            transfers = Transfers(self.links, lengths, model.config, verify, label)
-            late = all(m.replicas for m in micro_batches)
-            passage = None
+            passage = None  # before all messages, as it pins memory
             if HOST in again:
                 if getattr(model.config, "fine_grained_activation_offloading", False):
                     raise PlanError(
@@ -280,8 +285,12 @@ class StepRunner:
                     )
                 hosted = [what == HOST for what in again]
                 passage = Passage(
-                    self._host, order[pp.rank()], hosted, plan.window_bytes, self._stays
-                )
+                    self._host, order[pp.rank()], hosted, plan.window_bytes, self._stays,
+                    self._hosted_bytes(micro_batches),
+                )  # fmt: skip
+            verify = self.communicator.verify
+            transfers = Transfers(self.links, lengths, model.config, verify, label)
+            late = all(m.replicas for m in micro_batches)
             options |= {"passage": passage, "reduce_late": late}
             schedule = partial(run_actions, order, transfers)
         else:
@@ -327,6 +336,18 @@ class StepRunner:
     @cached_property
     def _host(self) -> Host:
         return Host(torch.device(self.batches.device))
+
+    @cached_property
+    def _memory(self) -> MemoryModel:
+        assert self.config is not None, "who runs plans that host has settings"
+        groups, gpt = self.model.groups, self.model.gpts[0]
+        return run_of(self.config, gpt.vocab_size, groups.dp.size()).memory
+
+    def _hosted_bytes(self, micro_batches: Sequence[MicroBatchPlan]) -> Floats:
+        """What each micro-batch would send to the host, ``[chunks, micro-batches]``."""
+        units = UnitTable.of(map(unit, micro_batches))
+        tapes = self._memory.tapes[self.model.groups.pp.rank()]
+        return np.array([self._memory.hosted_bytes(tape, units) for tape in tapes])
 
     def _stays(self) -> Iterator[torch.Tensor]:
         """What passes save that is no activation of theirs."""

@@ -13,7 +13,10 @@ from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.ranks.transfer import (
+    LEAST_BYTES,
+    PER_TOKEN_BYTES,
     HostCopy,
+    PinnedBlock,
     from_first_rank,
     mapped,
     nccl_options,
@@ -83,6 +86,38 @@ def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch: pytest.MonkeyPatc
     assert calls[2:] == ["pin", ("cuda", True)]
     to_device(np.arange(3), "cpu")
     assert calls[4:] == [("cpu", True)]
+
+
+def test_what_a_step_copies_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it was not enough, more in the next step."""
+    pinned: list[int] = []
+    empty = torch.empty
+
+    def pin(size: int, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        pinned.extend([size] * pin_memory)
+        return empty(size, **options)
+
+    def pin_alone(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(0)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", pin)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_alone)
+    block, num_tokens = PinnedBlock("cuda"), 1000
+    expected = LEAST_BYTES + int(PER_TOKEN_BYTES) * num_tokens
+    block.begin(num_tokens)
+    given = [torch.arange(5), torch.rand(2, 3).t(), torch.tensor(7), torch.tensor([True])]
+    held = [block.pinned(tensor) for tensor in given]
+    assert all(map(torch.equal, held, given))
+    assert [tensor.dtype for tensor in held] == [tensor.dtype for tensor in given]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1
+    assert pinned == [expected]
+    much = torch.zeros(expected, dtype=torch.uint8)
+    assert block.pinned(much) is much
+    assert pinned == [expected, 0]
+    block.begin(num_tokens)
+    assert len(pinned) == 3 and pinned[-1] > expected + LEAST_BYTES
+    assert torch.equal(block.pinned(much), much) and len(pinned) == 3
 
 
 def test_numbers_and_type_stay() -> None:

@@ -157,3 +157,9 @@ class Gathered:
             work.wait()
             self.rows.fill(into, received, self._stop)
         return into
+
+    def leave(self) -> None:
+        """Waits for what is under way and will not be taken: its memory is in use until then."""
+        for *_, work in self._started:
+            if work is not None:
+                work.wait()

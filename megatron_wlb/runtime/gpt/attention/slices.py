@@ -101,6 +101,7 @@ class SliceStore:
 
         Raises :class:`PlanError` where a document was not finished.
         """
+        self.leave()
         for (document, layer), buffer in self.buffers.items():
             self.buffers.clear()
             raise PlanError(
@@ -108,6 +109,12 @@ class SliceStore:
                 f"{buffer.cuts[-1]} there; run all its slices forward, and "
                 "then all backward"
             )
+
+    def leave(self) -> None:
+        """Ends what is gathered already, as nobody takes it."""
+        if self.ahead is not None:
+            self.ahead[1].leave()
+            self.ahead = None
 
     def slice(self, span: Span, divided: bool = False) -> Slice:
         """The handle of a slice whose queries are not laid out yet."""
@@ -144,11 +151,21 @@ class Slice:
         """The same queries once for each of so many parts of these rows, in whole tiles."""
         if parts not in self._in_parts:
             assert self.before is not None
+            num_queries, device = self.before.max_q, self.before.cu_seqlens_q.device
+            # On the device, too: to copy them there would pin memory in the middle of a step.
+            places = torch.arange(parts + 1, device=device)
+            starts = places * self.start // parts // TILE * TILE
+            starts[-1:].fill_(self.start)
             cuts = [self.start * at // parts // TILE * TILE for at in range(parts)]
             keys = [stop - start for start, stop in pairwise([*cuts, self.start])]
-            device = self.before.cu_seqlens_q.device
-            queries = [self.before.max_q] * parts
-            self._in_parts[parts] = Segments.of_unlike(queries, keys, device)
+            self._in_parts[parts] = Segments(
+                (num_queries,) * parts,
+                tuple(keys),
+                (places * num_queries).int(),
+                starts.int(),
+                num_queries,
+                max(keys),
+            )
         return self._in_parts[parts]
 
     @property
@@ -333,6 +350,7 @@ class LayerSlice:
             return
         comes = buffer.grad is None and buffer.cuts[-1] == cut.start
         if self._is_next(buffer) if backward else comes:
+            store.leave()
             store.ahead = (name, rows.first, stop), Gathered(rows, heads(buffer.pair), stop)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -122,9 +122,16 @@ def test_parts_of_the_rows_before_are_joined(
     given = Sliced(cuts, kernel=torch_cpu_varlen, again=again, joined_from=1)
     assert_equal(given.run(), given.expected(), 1e-12)
     span = given.spans[-1]
-    parts = run_of(given.store, span).slice.before_in(min(num_parts, max(1, span.start // 16)))
+    cut, num = run_of(given.store, span).slice, min(num_parts, max(1, span.start // 16))
+    with monkeypatch.context() as patched:  # in a pass nothing is copied to the device
+        patched.delattr(f"{Segments.__module__}.to_device")
+        parts = cut.before_in(num)
     assert sum(parts.lengths_k) == span.start
     assert set(parts.lengths_q) == {span.length}
+    told = Segments.of_unlike(parts.lengths_q, parts.lengths_k, "cpu")
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        assert torch.equal(getattr(parts, name), getattr(told, name))
+    assert (parts.max_q, parts.max_k) == (told.max_q, told.max_k)
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
