@@ -42,8 +42,12 @@ def measure(results: Results) -> None:
     for number in CONNECTIONS:
         results.attempt(f"queues, {number} connections", lambda n=number: _queues(n), StartedError)
     try:
-        results.figures["machine"]["NCCL of ranks"] = sharing.nccl_of_ranks()
-        sharing.check_nccl()
+        with sharing.mps(4):
+            results.figures["machine"]["MPS server"] = "starts"
+    except CompatibilityError as error:
+        results.figures["machine"]["MPS server"] = str(error)
+    try:
+        results.figures["machine"]["NCCL of ranks"] = sharing.check_nccl()
     except CompatibilityError as error:
         results.put(TURNS, {"obstacle": str(error)})
         return

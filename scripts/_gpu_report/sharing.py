@@ -73,14 +73,18 @@ def nccl_of_ranks() -> str:
     return done.stdout.strip()
 
 
-def check_nccl() -> None:
-    """Raises :class:`CompatibilityError` where ranks have no NCCL that lets them share a GPU."""
+def check_nccl() -> str:
+    """The version that ranks run.
+
+    Raises :class:`CompatibilityError` where there is none that lets them share a GPU.
+    """
     version = nccl_of_ranks()
     if not version or tuple(map(int, version.split(".")[:2])) < LEAST_NCCL:
         raise CompatibilityError(
             f"NCCL {version or 'that can be asked'} runs no two ranks on one GPU, which takes 2.30 "
             "or later; give its libnccl.so.2 with --nccl (the wheel nvidia-nccl-cu13 has it)"
         )
+    return version
 
 
 def mps_program() -> str | None:
