@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.errors import CompatibilityError, ConfigError
 
 TESTS = Path(__file__).parents[2]
 SAYS_WHO = "import os; print(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['MORE'])"
@@ -48,7 +48,7 @@ times across ranks (ms):
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a module of the report, as ``scripts/gpu_report`` sets up the path."""
-    for folder in (TESTS / "gpu", TESTS):
+    for folder in (TESTS / "gpu", TESTS, TESTS.parent / "scripts" / "evidence"):
         monkeypatch.syspath_prepend(str(folder))
     return lambda name: importlib.import_module(f"_gpu_report.{name}")
 
@@ -75,6 +75,29 @@ def test_ranks_that_hang_leave_their_stacks(module: Any, tmp_path: Path) -> None
         running.run_together([sys.executable, "-c", HANGS], running.world(2), tmp_path, 3.0)
     said = str(caught.value)
     assert said.startswith("[1] of 2 did not end within 3 s") and " in stuck" in said
+
+
+def test_parts_share_the_time_of_all(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    main, given, now_s = module("__main__"), [], [0.0]
+
+    def run(part: Any, out: Path, *, tiny: bool, limit_s: float) -> str:
+        given.append((part.name, limit_s))
+        now_s[0] += limit_s - 2
+        return "cut off"
+
+    monkeypatch.setattr(main, "run_part", run)
+    monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    words = ["gpu_report", "--tiny", "--parts", "probe,ranks,pipeline", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--limit-s", "150"])
+    assert main.main() == 0
+    # The second has what is left of 150 s; 2 s are too few for the third.
+    assert given == [("probe", 120.0), ("ranks", 32.0)]
+    assert "pipeline: not started" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*words, "--nccl", str(tmp_path / "libnccl.so.2")])
+    with pytest.raises(ConfigError, match=r"is no file; give a libnccl\.so\.2"):
+        main.main()
 
 
 def test_mps_is_a_server_of_our_own_that_ends_with_its_use(
