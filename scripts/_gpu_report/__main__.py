@@ -1,8 +1,9 @@
-"""What does this project gain on my GPU? One command, one GPU, 40 minutes: a page of evidence.
+"""What does this project gain on my GPU? One command, one GPU, 55 minutes: a page of evidence.
 
     scripts/gpu_report                                  # all parts; the page is docs/gpu.md
     scripts/gpu_report --minutes 9 --out runs/gpu       # what fits 9 minutes; again for the rest
-    scripts/gpu_report --tiny --out /tmp/report         # the same path on a CPU, in a minute
+    scripts/gpu_report --parts probe,ranks,pipeline --limit-s 800   # several ranks on one GPU
+    scripts/gpu_report --tiny --out /tmp/report         # the same path on a CPU, in minutes
     scripts/gpu_report --list                           # the parts, and how long each may take
 
 Each part runs in a process of its own with a limit of its own. Its result is OUT/PART.json, written
@@ -17,6 +18,7 @@ page says.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -25,12 +27,14 @@ from pathlib import Path
 import torch
 from _common import parser_of
 
-from _gpu_report import page, results
+from _gpu_report import page, results, sharing
 from _gpu_report.parts import PARTS, Part, parts_called
 from _gpu_report.running import run_part
 from megatron_wlb.errors import ConfigError, run_program
 
 ROOT = Path(__file__).parents[2]
+LEAST_S = 5.0
+"""Seconds without which no part is started."""
 
 
 def main() -> int:
@@ -40,10 +44,14 @@ def main() -> int:
         for part in chosen:
             print(f"{part.name:17} up to {part.limit_s / 60:3.0f} min  {part.tells}")
         return 0
-    for flag in ("minutes", "limit"):
+    for flag in ("minutes", "limit", "limit_s"):
         value = getattr(options, flag)
         if value is not None and value <= 0:
-            raise ConfigError(f"--{flag} is {value:g}; give more than 0")
+            raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}; give more than 0")
+    if options.nccl is not None:
+        if not options.nccl.is_file():
+            raise ConfigError(f"--nccl {options.nccl} is no file; give a libnccl.so.2")
+        os.environ[sharing.NCCL] = str(options.nccl.absolute())
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     if not options.page:
@@ -79,7 +87,11 @@ def _measure(chosen: list[Part], options: argparse.Namespace) -> None:
             print(f"{place}: done before ({path})", flush=True)
             continue
         limit_s = options.limit or part.limit_s
-        left_s = (options.minutes or 1e9) * 60 - (time.monotonic() - start_s)
+        passed_s = time.monotonic() - start_s
+        left_s = (options.minutes or 1e9) * 60 - passed_s
+        if options.limit_s:
+            left_s = min(left_s, options.limit_s - passed_s)
+            limit_s = min(limit_s, max(left_s, LEAST_S))
         if limit_s > left_s:
             print(f"{place}: not started; it may take {limit_s / 60:.1f} min, {left_s / 60:.1f} "
                   "are left", flush=True)  # fmt: skip
@@ -112,6 +124,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, metavar="SECONDS", help="of each part (default: see --list)"
     )
+    parser.add_argument(
+        "--limit-s", type=float, metavar="SECONDS",
+        help="of all parts: what is at work then is cut off, and keeps what it has",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nccl", type=Path, metavar="FILE",
+        help="libnccl.so.2 of 2.30 or later, for several ranks on one GPU",
+    )  # fmt: skip
     parser.add_argument("--again", action="store_true", help="redo parts that are done")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, tiny: says nothing of a GPU")
     parser.add_argument("--page", action="store_true", help="make the page only")

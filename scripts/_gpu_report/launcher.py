@@ -49,7 +49,7 @@ def measure(results: Results) -> None:
         results.put("obstacle", MISSING)
         return
     results.figures.pop("obstacle", None)
-    fused = importlib.util.find_spec("transformer_engine") is not None
+    fused = is_fused()
     results.put("layers", "TransformerEngine's" if fused else "Megatron's own")
     window, end, steps = (64, 127, 6) if results.tiny else (16384, 8191, 12)
     folder = results.out / "launcher"
@@ -73,6 +73,11 @@ def measure(results: Results) -> None:
             own += f" --wlb-packing {packing} --wlb-metrics metrics.jsonl"
             own += f" --wlb-hardware {hardware.absolute()}" if hardware.exists() else ""
         results.once(f"{documents}, {packing}", lambda o=own: steps_of(folder, flags, o))
+
+
+def is_fused() -> bool:
+    """Whether layers are TransformerEngine's."""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def steps_of(folder: Path, *flags: str) -> list[dict[str, float]]:

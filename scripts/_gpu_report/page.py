@@ -122,6 +122,32 @@ def _how() -> list[str]:
         "",
         *table(["part", "what it tells", "at most", "needs"], rows),
         "",
+        "### Several ranks on one GPU",
+        "",
+        "Three parts run several processes on one GPU, over NCCL. Where time is short:",
+        "",
+        "```bash",
+        "pip download --no-deps nvidia-nccl-cu13==2.30.7",
+        "unzip -j nvidia_nccl*.whl '*/libnccl.so.2'",
+        "scripts/gpu_report --parts probe,ranks --limit-s 400 --nccl libnccl.so.2",
+        "MEGATRON_LM_PATH=~/Megatron-LM scripts/gpu_report --parts pipeline --limit-s 480 \\",
+        "  --nccl libnccl.so.2",
+        "```",
+        "",
+        "NCCL 2.30 is the first that lets ranks share a GPU (`NCCL_MULTI_RANK_GPU_ENABLE`, which "
+        "it calls experimental). `--nccl` gives its library to the ranks where torch has an older "
+        "one. MPS, of NVIDIA's driver, lets the ranks run at once. The report starts a server of "
+        "its own and ends it, and changes no setting of the GPU. Without MPS the ranks take turns: "
+        "`ranks` then still tells right from wrong, and `pipeline` does not run. `--limit-s` "
+        "bounds all parts together. What is at work then is cut off and keeps what it has. A rank "
+        "that hangs ends at a limit of its own, with its stacks in the part's log.",
+        "",
+        "`ranks` compares losses, gradients and weights with one process on the CPU, within "
+        "10 times the tolerances of the CPU's tests, and runs some layouts again with "
+        "`CUDA_DEVICE_MAX_CONNECTIONS=1`. Without a GPU it runs over gloo. `pipeline` runs "
+        "`pretrain_gpt.py` with four stages on a quarter of the SMs each. They share caches and "
+        "memory bandwidth, so it says too how much slower a stage is beside the others than alone.",
+        "",
         "### Without a network",
         "",
         "The machine has to have torch for CUDA (with Triton), numpy, matplotlib, PyYAML, tqdm, "

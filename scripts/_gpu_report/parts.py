@@ -66,6 +66,12 @@ PARTS = {
         Part("host", "The host", "does the host wait for the GPU, does the GPU wait for the host, "
              "does memory grow?", 240),
         Part("smoke_training", "Training", "are the losses those of the CPU?", 240),
+        Part("probe", "Several ranks on one GPU", "do NCCL and MPS run them, and do streams hold "
+             "each other up?", 120, needs_gpu=False),
+        Part("ranks", "The oracle over NCCL", "do tensor, context, pipeline, expert and data "
+             "parallelism compute what one process does?", 300, needs_gpu=False),
+        Part("pipeline", "A pipeline on one GPU", "what does each packing gain where four stages "
+             "have a quarter of the SMs each?", 480),
     )
 }  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,10 @@ from megatron_wlb.files import write_text
 from megatron_wlb.reading import MAX_RECORD_BYTES, parse_mapping, read_text, typed
 
 CPU = "cpu"
+MOST_LETTERS = 1500
+"""Of an obstacle; the part's log has all of it."""
+TOLD = "GPU_REPORT_TOLD"
+"""Names the file descriptor on which a part tells how far it is."""
 _ENTRIES = {"part": str, "status": str, "tiny": bool, "figures": dict, "seconds": float}
 """What each file says at least."""
 
@@ -76,9 +82,30 @@ class Results:
         self._write()
 
     def once(self, name: str, make: Callable[[], Any]) -> None:
-        """Puts what ``make`` returns, unless it is there already."""
+        """Puts what ``make`` returns, unless it is there already, and tells so."""
         if name not in self.figures:
+            start_s = time.monotonic()
             self.put(name, make())
+            line = f"    {self.path.stem}: {name} ({time.monotonic() - start_s:.1f} s)\n"
+            if TOLD in os.environ:
+                with contextlib.suppress(OSError):  # whoever listened may be gone
+                    os.write(int(os.environ[TOLD]), line.encode())
+
+    def attempt(self, name: str, make: Callable[[], Any], *failures: type[Exception]) -> None:
+        """:meth:`once`, but one of the ``failures`` is put as an ``obstacle``, and tried again by a
+        later start.
+        """
+
+        def made() -> Any:
+            try:
+                return make()
+            except failures as error:
+                print(f"{name}: {error}", *getattr(error, "__notes__", []), sep="\n", flush=True)
+                return {"obstacle": str(error)[:MOST_LETTERS]}
+
+        if isinstance(left := self.figures.get(name), dict) and "obstacle" in left:
+            del self.figures[name]
+        self.once(name, made)
 
     def end(self, status: str, why: str = "") -> None:
         self._content |= {"status": status, "why": why}

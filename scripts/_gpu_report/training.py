@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from _gpu_report.running import world
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.data.lengths import sample_lengths
 
@@ -36,11 +36,7 @@ def join_world(flags: Sequence[str], device: str) -> str:
 
     Must run before Megatron is imported.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    os.environ |= world(1)[0]
     from megatron_wlb.runtime.trainer import distributed
     from megatron_wlb.settings.command_line import parse
 

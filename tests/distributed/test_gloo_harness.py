@@ -183,6 +183,16 @@ def test_run_gives_ranks_one_thread_and_an_emulated_megatron(gloo: GlooPool) -> 
     assert gloo.run(2, environment) == [{"threads": 1, "emulated": True, "megatron": True}] * 2
 
 
+def environment_of(name: str) -> tuple[str | None, bool]:
+    return os.environ.get(name), environment()["emulated"]
+
+
+def test_ranks_with_an_environment_of_their_own_start_with_it() -> None:
+    with GlooPool(1, environment={"WLB_OF_RANKS": "own"}) as own:
+        assert own.run(1, environment_of, "WLB_OF_RANKS") == [("own", True)]
+    assert "WLB_OF_RANKS" not in os.environ
+
+
 def test_collectives_work_in_forked_ranks(gloo: GlooPool) -> None:
     results = gloo.run(4, collectives)
     for rank, result in enumerate(results):

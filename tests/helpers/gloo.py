@@ -6,6 +6,10 @@ next case. A case finds new process groups (25 ms for 2 ranks, 100 ms for 8), so
 case before can be received in it; module globals that a case changes do stay changed. Groups end
 with their case: each has a thread that looks for messages a hundred times a second, and some
 hundred of them took all cores.
+
+Ranks over NCCL share the first GPU, without the emulation: what they need of their environment and
+of NCCL, ``scripts/_gpu_report/sharing.py`` says. They are spawned, as no process may be forked that
+has looked at a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -35,6 +39,7 @@ from megatron_wlb.errors import WLBError
 _T = TypeVar("_T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_SPAWNING = multiprocessing.get_context("spawn")
 _PRELOAD = "helpers.preload"
 _TESTS = str(Path(__file__).parents[1])
 _ENVIRONMENT = {
@@ -75,10 +80,18 @@ class GlooPool:
 
     Worlds are kept between calls, and the least recently used ones closed to make room. Close the
     pool when done, or use it as a context manager: no rank outlives it, nor the interpreter.
+
+    Ranks with an ``environment`` of their own are spawned, and find it from their first import on.
     """
 
-    def __init__(self, max_processes: int = 8) -> None:
+    def __init__(
+        self,
+        max_processes: int = 8,
+        backend: str = "gloo",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._max_processes = max_processes
+        self._backend, self._environment = backend, environment
         self._worlds: dict[int, _World] = {}  # least recently used first
         atexit.register(self.close)  # before multiprocessing waits for processes to end
 
@@ -88,9 +101,9 @@ class GlooPool:
         """The results of ``function(*args)`` on each rank, in rank order.
 
         ``function`` belongs to a module; it, ``args`` and results travel pickled. It runs with one
-        computing thread, under the CPU emulation, where ``torch.distributed`` is initialised;
-        Megatron's groups are its own to set up. Environment variables and working directory are
-        those of the pool's first use.
+        computing thread, with gloo under the CPU emulation, where ``torch.distributed`` is
+        initialised; Megatron's groups are its own to set up. Environment variables and working
+        directory are those of the pool's first use.
 
         Raises:
             RankTimeoutError: after ``timeout_s``; a hanging collective, mostly.
@@ -108,7 +121,7 @@ class GlooPool:
         world = self._worlds.pop(world_size, None)
         if world is None:
             self._make_room(world_size)
-            world = _World(world_size)
+            world = _World(world_size, self._backend, self._environment)
         try:
             results: list[_T] = world.run(request, name, timeout_s)
         except BaseException:
@@ -136,23 +149,27 @@ class GlooPool:
 class _World:
     """The parent's side of one world: its processes, and a pipe to each."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str, environment: Mapping[str, str] | None) -> None:
         self._directory = TemporaryDirectory(prefix="wlb-gloo-")
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._num_cases = 0
         try:
-            _start_fork_server()
+            context: Any = _CONTEXT if environment is None else _SPAWNING
+            more = {} if environment is None else {**_ENVIRONMENT, **environment}
+            if environment is None:
+                _start_fork_server()
             for rank in range(size):
-                ours, theirs = _CONTEXT.Pipe()
+                ours, theirs = context.Pipe()
                 self._pipes.append(ours)
-                process = _CONTEXT.Process(
+                process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, size, self._directory.name),
-                    name=f"gloo rank {rank} of {size}",
+                    args=(theirs, rank, size, self._directory.name, backend),
+                    name=f"{backend} rank {rank} of {size}",
                     daemon=False,  # cases start processes of their own, to save checkpoints
                 )
-                process.start()
+                with mock.patch.dict(os.environ, more):
+                    process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 self._processes.append(process)
             self._collect("to start", _START_S)
@@ -257,13 +274,13 @@ def _stacks_file(directory: str, rank: int) -> Path:
     return Path(directory, f"stacks-{rank}")
 
 
-def _serve(pipe: Connection, rank: int, size: int, directory: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, directory: str, backend: str) -> None:
     """Answers requests until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.setpgid(0, 0)
     with _stacks_file(directory, rank).open("a") as stacks, contextlib.suppress(EOFError):
         faulthandler.enable(stacks)
-        pipe.send_bytes(_answer(rank, size, _warm_up))
+        pipe.send_bytes(_answer(rank, size, _warm_up, backend))
         while True:
             if (given := pipe.recv()) is None:
                 _end_groups()
@@ -272,15 +289,21 @@ def _serve(pipe: Connection, rank: int, size: int, directory: str) -> None:
             sys.path[:] = path  # where the parent's tests come from
             stacks.truncate(0)
             faulthandler.dump_traceback_later(timeout_s, file=stacks)
-            answer = _answer(rank, size, _run_case, rank, size, f"{directory}/{case}", request)
+            place = f"{directory}/{case}"
+            answer = _answer(rank, size, _run_case, backend, rank, size, place, request)
             faulthandler.cancel_dump_traceback_later()
             pipe.send_bytes(answer)
 
 
-def _warm_up() -> None:
+def _warm_up(backend: str) -> None:
     import torch
 
-    import helpers.preload  # noqa: F401  # loud, should the fork server have failed
+    if backend == "gloo":
+        import helpers.preload  # noqa: F401  # loud, should the fork server have failed
+    else:
+        torch.cuda.set_device(0)
+        torch.zeros(1, device="cuda")  # loud where there is no GPU, or no room on it
+        import megatron_wlb.runtime.gpt.build  # noqa: F401  # else in the time of the first case
 
     torch.set_num_threads(1)
     gc.freeze()  # what is imported, which no collection need look at
@@ -306,11 +329,11 @@ def _end_groups() -> None:
     gc.collect()  # What holds a group in a cycle.
 
 
-def _run_case(rank: int, size: int, rendezvous: str, request: bytes) -> Any:
+def _run_case(backend: str, rank: int, size: int, rendezvous: str, request: bytes) -> Any:
     import torch.distributed as dist
 
     store = dist.FileStore(rendezvous, size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     function, args = pickle.loads(request)
     return function(*args)
 

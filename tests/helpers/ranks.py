@@ -50,7 +50,7 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
     batches = BatchBuilder(
         corpora,
         workload.vocab_size,
-        "cpu",
+        model.device.type,
         cp_rank=cp.rank(),
         cp_size=cp.size(),
         reach_tokens=model_reach(model.config),
@@ -194,7 +194,7 @@ def train(
                 chunk.enable_forward_pre_hook()
             gradients.append(
                 tuple(
-                    p.main_grad.reshape(-1)[slice(*span)].numpy().copy()
+                    p.main_grad.reshape(-1)[slice(*span)].cpu().numpy().copy()
                     for p, span in zip(parameters, ranges, strict=True)
                 )
             )
@@ -202,7 +202,7 @@ def train(
             assert success
             scheduler.step(increment=config.training.global_batch_size)
     with model.whole_weights():
-        weights = tuple(p.detach().float().numpy().copy() for p in parameters)
+        weights = tuple(p.detach().float().cpu().numpy().copy() for p in parameters)
     return RankRun(
         tuple(held),
         tuple(losses),
@@ -228,7 +228,7 @@ def logged(num_micro_batches: float) -> dict[str, list[float]]:
 
 
 def _biases(config: Config, model: Any) -> State:
-    return {name: buffer.numpy().copy() for name, buffer in _expert_biases(config, model).items()}
+    return {n: b.cpu().numpy().copy() for n, b in _expert_biases(config, model).items()}
 
 
 @contextlib.contextmanager

@@ -109,22 +109,24 @@ def shard(
     return np.split(whole, size, axis=dim)[rank]
 
 
-def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
-    """Lists how the ranks' run differs from the oracle's, and what no rank holds."""
+def differences(oracle: OracleRun, runs: Sequence[RankRun], times: float = 1.0) -> list[str]:
+    """Lists how the ranks' run differs from the oracle's by more than ``times`` the tolerances, and
+    what no rank holds.
+    """
     found: list[str] = []
     for rank, run in enumerate(runs):
         none = ((),) * len(oracle.steps)
         for number, (seen, step) in enumerate(zip(run.ahead or none, oracle.steps, strict=True)):
-            if len(seen) != len(step.ahead) or not np.allclose(seen, step.ahead, rtol=1e-6):
+            if len(seen) != len(step.ahead) or not np.allclose(seen, step.ahead, rtol=times * 1e-6):
                 found.append(f"step {number}: loss ahead on rank {rank}: {seen}, not {step.ahead}")
         for label, losses in (("loss", run.losses), ("evaluated loss", run.evaluated)):
             for number, (loss, step) in enumerate(zip(losses, oracle.steps, strict=True)):
                 # fp32 sums of some hundred token losses, of about one size; 1e-7 was seen.
-                if not abs(loss - step.loss) <= 1e-6 * abs(step.loss):
+                if not abs(loss - step.loss) <= times * 1e-6 * abs(step.loss):
                     found.append(
                         f"step {number}: {label} on rank {rank}: {loss:.8f}, not {step.loss:.8f}"
                     )
-        found += _compare_experts(oracle, rank, run)
+        found += _compare_experts(oracle, rank, run, times)
     for number, step in enumerate(oracle.steps):
         pieces = [
             (rank, held.name, held.indices.reshape(-1)[slice(*run.gradient_ranges[at])], values)
@@ -132,16 +134,16 @@ def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
             for at, (held, values) in enumerate(zip(run.held, run.gradients[number], strict=True))
         ]
         atol = ATOL_LATER if number else ATOL_OF_MAX
-        found += _compare(f"step {number}: gradient of", step.gradients, pieces, atol)
+        found += _compare(f"step {number}: gradient of", step.gradients, pieces, atol, times)
     weights = [
         (rank, held.name, held.indices.reshape(-1), values.reshape(-1))
         for rank, run in enumerate(runs)
         for held, values in zip(run.held, run.final, strict=True)
     ]
-    return found + _compare("final", oracle.final, weights, ATOL_OF_MAX)
+    return found + _compare("final", oracle.final, weights, ATOL_OF_MAX, times)
 
 
-def _compare_experts(oracle: OracleRun, rank: int, run: RankRun) -> Iterator[str]:
+def _compare_experts(oracle: OracleRun, rank: int, run: RankRun, times: float) -> Iterator[str]:
     """Auxiliary losses as Megatron logs them, and biases, which move by steps of one size."""
     auxiliary = run.auxiliary or ({},) * len(oracle.steps)
     for number, (step, logged) in enumerate(zip(oracle.steps, auxiliary, strict=True)):
@@ -149,13 +151,13 @@ def _compare_experts(oracle: OracleRun, rank: int, run: RankRun) -> Iterator[str
             yield f"step {number}: rank {rank} logs {list(logged)}, not {list(step.auxiliary)}"
         for name in logged.keys() & step.auxiliary.keys():
             # As of losses; later steps differ by the weights' roundings.
-            if not np.allclose(logged[name], step.auxiliary[name], rtol=1e-5, atol=0):
+            if not np.allclose(logged[name], step.auxiliary[name], rtol=times * 1e-5, atol=0):
                 yield (
                     f"step {number}: {name} on rank {rank}: {logged[name]}, not "
                     f"{step.auxiliary[name]}"
                 )
     for name, bias in run.biases.items():
-        if not np.allclose(bias, oracle.biases[name], rtol=1e-6, atol=1e-9):
+        if not np.allclose(bias, oracle.biases[name], rtol=times * 1e-6, atol=1e-9):
             yield f"final {name} on rank {rank}: {bias}, not {oracle.biases[name]}"
 
 
@@ -164,6 +166,7 @@ def _compare(
     expected: Mapping[str, Array],
     pieces: Iterable[tuple[int, str, Indices, Array]],
     atol_of_max: float,
+    times: float,
 ) -> list[str]:
     found = []
     floor = ATOL_OF_MODEL * max(float(np.abs(array).max()) for array in expected.values())
@@ -177,7 +180,7 @@ def _compare(
         atol = max(atol_of_max * float(np.abs(whole).max()), floor)
         error = np.abs(values - whole[indices])
         # Not `error > limit`: NaN must not pass.
-        wrong = ~(error <= atol + RTOL * np.abs(whole[indices]))
+        wrong = ~(error <= times * (atol + RTOL * np.abs(whole[indices])))
         if wrong.any():
             found.append(
                 f"{label} {name} on rank {rank}: {wrong.sum()} of {wrong.size} elements differ, by "

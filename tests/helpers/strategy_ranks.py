@@ -126,7 +126,7 @@ def open_runner(
         with groups.current():
             distributed.seed(own)
             model = build_model(own, run.vocab_size, _kernel, wrapped=False)
-            runner = StepRunner.of(own, model, corpora, "cpu")
+            runner = StepRunner.of(own, model, corpora, model.device.type)
             runner.verify_plan_interval = 0
         opened[layout] = model, runner, groups
     models = [model for model, _, _ in opened.values()]
@@ -156,7 +156,9 @@ def open_runner(
 def _kernel(_name: str, demand: Any) -> Any:
     from megatron_wlb.runtime.gpt.attention.kernels import agreed_kernel
 
-    return agreed_kernel("sdpa" if demand.dropout else "torch-cpu", demand)
+    return agreed_kernel(
+        "sdpa" if demand.dropout or demand.device.type == "cuda" else "torch-cpu", demand
+    )
 
 
 def run_step(runner: Any, plan: StepPlan, *, forward_only: bool = False) -> float:
@@ -167,7 +169,7 @@ def run_step(runner: Any, plan: StepPlan, *, forward_only: bool = False) -> floa
     from megatron_wlb.runtime.stepping.step import forward_step
 
     reports = runner.run_schedule(plan, forward_step, forward_only=forward_only)
-    total = torch.zeros(1, dtype=torch.float64)
+    total = torch.zeros(1, dtype=torch.float64, device=runner.store.weights[0].device)
     for report in reports:
         total += report
     dist.all_reduce(total)
@@ -188,7 +190,7 @@ def gather(runner: Any, shards: Sequence[Any]) -> State:
     from megatron_wlb.runtime.strategy.shard_files import gathered
 
     pairs = zip(*gathered(runner, shards), strict=True)
-    return {name_of(p.whole): t.numpy().copy() for p, t in pairs}
+    return {name_of(p.whole): t.cpu().numpy().copy() for p, t in pairs}
 
 
 def set_weights(runner: Any, state: State) -> None:
@@ -197,7 +199,8 @@ def set_weights(runner: Any, state: State) -> None:
     from megatron_wlb.runtime.strategy.shard_files import dealt
 
     pieces, routes = dealt(runner)
-    tensors = [torch.from_numpy(state[name_of(piece.whole)]) for piece in pieces]
+    device = runner.store.weights[0].device
+    tensors = [torch.from_numpy(state[name_of(piece.whole)]).to(device) for piece in pieces]
     runner.give(routes, tensors, runner.store.weights)
 
 
