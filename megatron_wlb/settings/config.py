@@ -33,7 +33,8 @@ class WlbConfig:
     wlb_packing: str = setting("auto", "which documents run together", choices=ASKED)
     wlb_max_tokens: int | None = setting(
         None,
-        "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given",
+        "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given, or with "
+        "--wlb-packing auto what fits --wlb-hardware",
         most=MOST_TOKENS,
     )
     wlb_memory_gib: float | None = setting(

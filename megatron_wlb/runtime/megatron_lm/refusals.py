@@ -406,6 +406,13 @@ def of_packing(args: argparse.Namespace, packing: str | None) -> Iterator[str]:
             yield refusal.message(args)
 
 
+def of_choice(args: argparse.Namespace, packing: str) -> Iterator[str]:
+    """Lists why ``--wlb-packing auto`` does not take a packing."""
+    yield from of_packing(args, packing)
+    if getattr(args, "sft", False) and kind_in(packing).windows:
+        yield "its windows cut conversations (--sft)"
+
+
 def _shards(args: argparse.Namespace) -> int:
     """Over how many processes one model is divided."""
     size: int = (
