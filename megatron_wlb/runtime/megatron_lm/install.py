@@ -96,7 +96,9 @@ def uninstall() -> None:
 def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser = arguments.add_arguments(original(parser))
     # One line a mistake instead of argparse's usage, which lists a thousand flags.
-    parser.error = functools.partial(refuse_arguments, parser)  # type: ignore[method-assign]
+    parser.error = functools.partial(  # type: ignore[method-assign]
+        refuse_arguments, parser, reasons=refusals.OF_OTHER_VERSIONS
+    )
     return parser
 
 

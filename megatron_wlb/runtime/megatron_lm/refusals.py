@@ -15,6 +15,7 @@ from typing import Any
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.packing.settings import kind_in
 from megatron_wlb.planning.rules import LAUNCHED
+from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -341,6 +342,15 @@ TOLD: tuple[Refusal, ...] = (
         refused=lambda a: a.enable_gloo_process_groups is False),
 )  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
+
+OF_OTHER_VERSIONS: dict[str, str] = {
+    **{flag: f"{flag} is of another version of Megatron-LM; leave it out, or use that version"
+       for flag in megatron_flags()},
+    **{one.flag: one.message(argparse.Namespace())
+       for one in REFUSALS if not (one.allowed or one.refused)},
+}  # fmt: skip
+"""What is said of flags that this version does not have: of those that plans cannot run with in any
+version, why."""
 
 _TURNED_OFF: dict[str, Any] = {
     "ddp_average_in_collective": False,
