@@ -117,18 +117,8 @@ def check_ranges(config: Config) -> None:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     values = config.flat()
-    for name, limits in table().items():
-        if (value := values[name]) is None:
-            continue
-        said = f"{flag_of(name)} is {value}; it must be"
-        if limits.most is not None and value > limits.most:
-            yield f"{said} at most {limits.most}"
-        if limits.least is not None and value < limits.least:
-            yield f"{said} at least {limits.least}"
-        if limits.within is not None:
-            least, below = limits.within
-            if not least <= value < below:  # NaN is not.
-                yield f"{said} in [{least}, {below})"
+    for name, known in table().items():
+        yield from known.beyond(flag_of(name), values[name])
     if not 0 < values["rotary_percent"] <= 1:
         yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
 
