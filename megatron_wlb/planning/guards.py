@@ -35,6 +35,16 @@ def check(config: Config, world_size: int) -> None:
         words = [flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])]
         given = words[0] if value is True else " ".join(words)
         logger.warning("%s has no effect: it counts only with %s", given, needed)
+    w = config.wlb
+    has_use = w.wlb_long_documents == "slice" or w.wlb_memory_gib or w.wlb_host_gib
+    alone = config.parallel.pipeline_model_parallel_size == 1 and w.wlb_strategies is None
+    if kind_of(w.wlb_packing).slices and alone and not has_use:
+        logger.warning(
+            "--wlb-packing %s without a pipeline gains nothing over hold; take that, unless memory "
+            "has no room for whole documents, or those longer than the window are to be trained "
+            "whole (--wlb-long-documents slice)",
+            w.wlb_packing,
+        )
 
 
 def _without_effect(config: Config, world_size: int) -> dict[str, str]:
