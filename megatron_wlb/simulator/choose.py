@@ -112,7 +112,7 @@ def settled(
     if (packing := before.get("wlb_packing")) in PACKINGS:
         taken = with_packing(config, packing, config.wlb.wlb_max_tokens or before["wlb_max_tokens"])
         s_max = taken.wlb.wlb_max_tokens
-        of_tokens = "" if s_max is None else f" and an S_max of {s_max} tokens"
+        of_tokens = "" if s_max is None else f", and an S_max of {s_max} tokens"
         tell(f"--wlb-packing auto goes on with the checkpoint's packing, {packing}{of_tokens}")
         return taken
     choice = choose_packing(config, num_devices, refusals)

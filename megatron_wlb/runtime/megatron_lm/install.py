@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
 from megatron_wlb.planning import guards as layout_guards
 from megatron_wlb.planning import strategy_run
 from megatron_wlb.runtime.compat import script, targets
@@ -134,6 +134,7 @@ def _settle(args: argparse.Namespace) -> None:
     refused = functools.partial(refusals.of_choice, args)
     saved = functools.partial(saved_plans.newest_settings, args)
     config = settled(config, args.world_size, refused, saved=saved)
+    refuse_all(refusals.of_packing(args, config.wlb.wlb_packing))  # that of a checkpoint, too
     args.wlb_packing, args.wlb_max_tokens = config.wlb.wlb_packing, config.wlb.wlb_max_tokens
     if config.wlb.wlb_loss is not None:
         load_loss(config.wlb.wlb_loss)
