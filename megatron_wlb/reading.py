@@ -44,6 +44,8 @@ MOST_LAYERS = 10_000
 """Planning would not come to an end with more."""
 MOST_TOKENS = 1 << 28
 """Longest micro-batch: costs are kept by length, 8 bytes each."""
+MOST_STEPS_AHEAD = 1000
+"""Steps that may be read ahead, batches repacked together, or queues: all wait in memory."""
 MOST_MICRO_BATCHES = 1 << 17
 """The most micro-batches of a step: planning so many takes seconds."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095

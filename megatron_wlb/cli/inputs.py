@@ -23,14 +23,13 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.data.mock import LENGTHS
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.from_config import (
     known_cost,
     padded_vocab_size,
@@ -49,7 +48,7 @@ from megatron_wlb.reading import (
     text_of_flag,
     whole_number,
 )
-from megatron_wlb.settings.config import Config, flag_of, from_flat
+from megatron_wlb.settings.config import Config, flag_of, from_flat, table
 from megatron_wlb.settings.split import PipelineSplit
 from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE
 
@@ -372,12 +371,13 @@ def asked(args: argparse.Namespace, model: Model) -> Config:
 
     Raises :class:`ConfigError` for values that cannot be.
     """
+    for name, known in table().items():  # --delay-price is --wlb-delay-price
+        own = name.removeprefix("wlb_")
+        if own != name:
+            refuse_all(known.beyond(flag_of(own), getattr(args, own, None)))
     size = getattr(args, "micro_batch_size", None)
     if size is not None:
         whole_number("--micro-batch-size", size, 1, MOST_MICRO_BATCHES)
-    for name, least in (("memory_gib", LEAST), ("host_gib", 0)):
-        if (given := getattr(args, name, None)) is not None:
-            real_number(flag_of(name), given, least, MOST)
     window = model.window or REFERENCE_WINDOW if args.window is None else args.window
     over = {
         "seq_length": window,

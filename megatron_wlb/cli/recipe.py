@@ -134,7 +134,7 @@ def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) ->
     config = words.settings(arguments, num_devices)
     words.check(arguments, num_devices, {**os.environ, **recipe.environment})
     given = words.Words(arguments, world_size=num_devices)
-    config = settled(config, num_devices, partial(refusals.of_packing, given), remark)
+    config = settled(config, num_devices, partial(refusals.of_choice, given), remark)
     guards.check(config, num_devices)
     found = forecast(config, num_devices)
     if checkout is not None:

@@ -245,7 +245,7 @@ class MemoryModel(Executed):
                 raise ConfigError(
                     f"weights, gradients and optimizer of pipeline rank {rank} take "
                     f"{state / GIB:.2f} GiB, above the limit of {limit_bytes / GIB:.2f} GiB; "
-                    "use more TP or PP, a distributed optimizer, or a higher limit"
+                    "use more TP or PP, a distributed optimizer, or raise --wlb-memory-gib"
                 )
         beside = [self._beside_per_token(rank, actions) for rank, actions in enumerate(order)]
 
@@ -267,7 +267,7 @@ class MemoryModel(Executed):
         if not doublings:
             raise ConfigError(
                 f"not even micro-batches of {multiple} tokens fit {limit_bytes / GIB:.2f} GiB; "
-                "recompute activations, use more TP or PP, or give a higher limit"
+                "recompute activations, use more TP or PP, or raise --wlb-memory-gib"
             )
         fitting, step = 1 << doublings - 1, 1 << doublings - 1
         while step > 1:  # 32 lengths at once take hardly longer than one

@@ -36,6 +36,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Selector
 from megatron_wlb.planning.layer_patterns import with_experts, with_windows
 from megatron_wlb.planning.packing import PackingSettings, kind_of
+from megatron_wlb.planning.packing.original import count_cut
 from megatron_wlb.planning.planner import Planner, Stream
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing import Slicer
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_SLACK = 0.1
 """Share of a machine's memory by which a device may have other."""
+MOST_COUNTED = 100_000
+"""Conversations that are looked at to say how many are cut."""
 
 
 def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
@@ -363,6 +366,27 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
                 raise
             logger.warning("%s", error)
     return planner
+
+
+def tell_cuts(planner: Planner, num_documents: int) -> None:
+    """Warns of conversations that the packing cuts at its windows, before its first step.
+
+    Counts those of an epoch of ``num_documents``, or the first :data:`MOST_COUNTED`.
+    """
+    packer, stream = planner.packer, planner.stream
+    if not packer.windows:
+        return
+    before, lengths = stream.state_dict(), list[int]()
+    most = min(num_documents, MOST_COUNTED)
+    while len(lengths) < most and not stream.exhausted:
+        lengths += [document.length for document in stream.next_step()]
+    stream.load_state_dict(before)
+    num_cut = count_cut(lengths[:most], packer.limits.window)
+    logger.warning(
+        "--wlb-packing %s cuts %s%d of %d conversations at its windows, and a piece does not see "
+        "what was before it; hold and slim cut none",
+        packer.name, "" if packer.in_stream_order else "at least ", num_cut, len(lengths[:most]),
+    )  # fmt: skip
 
 
 def tell_memory(config: Config, has_gib: float) -> None:

@@ -35,6 +35,16 @@ def check(config: Config, world_size: int) -> None:
         words = [flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])]
         given = words[0] if value is True else " ".join(words)
         logger.warning("%s has no effect: it counts only with %s", given, needed)
+    w = config.wlb
+    has_use = w.wlb_long_documents == "slice" or w.wlb_memory_gib or w.wlb_host_gib
+    alone = config.parallel.pipeline_model_parallel_size == 1 and w.wlb_strategies is None
+    if kind_of(w.wlb_packing).slices and alone and not has_use:
+        logger.warning(
+            "--wlb-packing %s without a pipeline gains nothing over hold; take that, unless memory "
+            "has no room for whole documents, or those longer than the window are to be trained "
+            "whole (--wlb-long-documents slice)",
+            w.wlb_packing,
+        )
 
 
 def _without_effect(config: Config, world_size: int) -> dict[str, str]:
@@ -117,18 +127,8 @@ def check_ranges(config: Config) -> None:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     values = config.flat()
-    for name, limits in table().items():
-        if (value := values[name]) is None:
-            continue
-        said = f"{flag_of(name)} is {value}; it must be"
-        if limits.most is not None and value > limits.most:
-            yield f"{said} at most {limits.most}"
-        if limits.least is not None and value < limits.least:
-            yield f"{said} at least {limits.least}"
-        if limits.within is not None:
-            least, below = limits.within
-            if not least <= value < below:  # NaN is not.
-                yield f"{said} in [{least}, {below})"
+    for name, known in table().items():
+        yield from known.beyond(flag_of(name), values[name])
     if not 0 < values["rotary_percent"] <= 1:
         yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
 

@@ -26,8 +26,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan, Units
 from megatron_wlb.plan.sharding.select import Prediction, Selector
 from megatron_wlb.planning.packing import Packer
-from megatron_wlb.planning.packing.base import MOST_STEPS_AHEAD
-from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
+from megatron_wlb.reading import MAX_COUNT, MOST_STEPS_AHEAD, reading_state, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -389,13 +388,13 @@ class Planner:
         if num_tokens > self._warn_above_tokens and not self.packer.in_stream_order:
             logger.warning(
                 "%s, step %d: %d documents with %d tokens wait, %.1f steps' worth; if this goes on "
-                "growing, raise max_tokens (S_max)%s or lower max_age",
+                "growing, raise S_max (--wlb-max-tokens)%s or lower --wlb-max-age",
                 self.packer.name,
                 self.step,
                 len(waiting),
                 num_tokens,
                 num_tokens / self.packer.limits.step_tokens,
-                ", max_step_tokens" if self.packer.limits.max_step_tokens else "",
+                ", --wlb-max-step-tokens" if self.packer.limits.max_step_tokens else "",
             )
             self._warn_above_tokens = 2 * num_tokens
         return len(waiting), num_tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from megatron_wlb.cost import load_hardware
@@ -317,6 +318,8 @@ GENERAL: Rules = (
     Rule("wlb_max_tokens", lambda f, v: v is not None and f.seq_length <= v < f.tokens,
         "a mean micro-batch has --micro-batch-size {f.micro_batch_size} × --seq-length "
         "{f.seq_length} = {f.tokens} tokens", "use at least that, better twice"),
+    Rule("wlb_queue_thresholds", lambda f, v: any(low >= high for low, high in pairwise(v)),
+        "they must be strictly ascending", "order them and remove duplicates"),
     Rule("wlb_host_gib", lambda f, v: v and f.fp8_format is not None,
         "what FP8 layers keep beside activations would go to the host with them",
         "leave it out, or --fp8-format"),
@@ -434,6 +437,8 @@ BATCHES: Rules = (
     Rule("", lambda f, _: f.is_interleaved and f.left_of(f.num_micro_batches),
         "{f.num_micro_batches} micro-batches a rank leave {found} after groups of {f.group}, but "
         "the remainder must be 0 or at least PP {f.pp}", "change --global-batch-size"),
+    Rule("wlb_max_step_tokens", lambda f, v: 0 < (v or 0) < (arrive := f.batch[0] * f.seq_length)
+        and arrive, "{found} tokens arrive in a step", "use at least that, or 0 for no such bound"),
 )  # fmt: skip
 """Rules of batches, where the layout can run: only the first that applies is told."""
 

@@ -37,6 +37,11 @@ torchrun needs some seconds to notice."""
 
 ORPHAN_S = 1.0
 """How often a rank looks for the torchrun that started it."""
+
+REPORT = "this report is torchrun's; `python -m megatron_wlb.torchrun` in its place leaves it out"
+"""The last line of what torchrun prints below our error. No process that it started can prevent
+that, but each says what the report shows of its end."""
+
 TOLD = "told_by_megatron_wlb"
 """Key of torchrun's error file: nothing need be added to what the process said."""
 
@@ -138,7 +143,8 @@ def _tell(error: WLBError) -> None:
     sys.stderr.write(report)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        details = {"py_callstack": report.strip(), "timestamp": str(int(time.time())), TOLD: True}
+        shown = f"{report.strip()}\n({REPORT})"
+        details = {"py_callstack": shown, "timestamp": str(int(time.time())), TOLD: True}
         with contextlib.suppress(OSError):
             Path(path).write_text(
                 json.dumps({"message": {"message": report.strip(), "extraInfo": details}})

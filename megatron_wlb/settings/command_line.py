@@ -39,14 +39,16 @@ class Parser(argparse.ArgumentParser):
 _UNRECOGNIZED = "unrecognized arguments: "
 
 
-def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+def refuse_arguments(
+    parser: argparse.ArgumentParser, message: str, reasons: Mapping[str, str] | None = None
+) -> NoReturn:
     """What ``parser.error`` of argparse says, without its usage, as :class:`ConfigError`.
 
-    Flags that are not the parser's are a line each, with the nearest that is.
+    Flags that are not the parser's are a line each: of ``reasons``, or with the nearest that is.
     """
     words = message.removeprefix(_UNRECOGNIZED).split()
     if message.startswith(_UNRECOGNIZED):
-        refuse_all(unknown_flags(words, _flags_of(parser)))
+        refuse_all(unknown_flags(words, _flags_of(parser), reasons))
     raise ConfigError(" ".join(message.split()))
 
 
@@ -58,11 +60,17 @@ def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return flags
 
 
-def unknown_flags(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
-    """Says of each flag among ``words`` that is none of ``known`` which is the nearest."""
+def unknown_flags(
+    words: Iterable[str], known: Iterable[str], reasons: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Says of each flag among ``words`` that is none of ``known`` why, or which is the nearest."""
     flags = sorted(known)
     for name in (word.split("=")[0] for word in words):
-        if name.startswith("--") and name not in flags:
+        if name in flags or not name.startswith("--"):
+            continue
+        if reasons and name in reasons:
+            yield reasons[name]
+        else:
             near = difflib.get_close_matches(name, flags, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; see --help"
             yield f"unknown flag {name}{hint}"

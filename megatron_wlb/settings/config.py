@@ -8,12 +8,13 @@ with ``wlb_``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from megatron_wlb.reading import MOST_TOKENS, typed
+from megatron_wlb.reading import MAX_SIZE, MOST_STEPS_AHEAD, MOST_TOKENS, typed
 from megatron_wlb.settings.megatron import (
     CheckpointConfig,
     DataConfig,
@@ -23,7 +24,15 @@ from megatron_wlb.settings.megatron import (
     TrainingConfig,
 )
 from megatron_wlb.settings.packings import ASKED
-from megatron_wlb.settings.setting import SAME, Setting, count, factor, micro_batches, setting
+from megatron_wlb.settings.setting import (
+    SAME,
+    Setting,
+    count,
+    factor,
+    micro_batches,
+    real,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -33,37 +42,46 @@ class WlbConfig:
     wlb_packing: str = setting("auto", "which documents run together", choices=ASKED)
     wlb_max_tokens: int | None = setting(
         None,
-        "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given",
+        "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given, or with "
+        "--wlb-packing auto what fits --wlb-hardware",
         most=MOST_TOKENS,
     )
     wlb_memory_gib: float | None = setting(
         None,
         "memory of a device for tensors, in GiB: S_max is what fits, and a larger "
         "--wlb-max-tokens an error",
+        within=(1e-9, 1e9),
     )
     wlb_max_step_tokens: int | None = setting(
         None,
         "most tokens of a step, to even out steps; documents that have waited --wlb-max-age steps "
         "may run above it. 0: N × S_max. If not given, `hold` takes 1.05 × the mean step, others 0",
+        least=0,
     )
     wlb_queue_thresholds: tuple[int, ...] = setting(
-        (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"
+        (),
+        "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given",
+        least=1,
     )
-    wlb_expert_imbalance: float = factor(
+    wlb_expert_imbalance: float = setting(
         1.0,
         "with --num-experts: memory is planned for a rank whose experts get so many times the "
         "tokens of the mean rank; 1 is even routing",
+        within=(1, 1e9),
     )
-    wlb_hold_tau: float = setting(
+    wlb_hold_tau: float = factor(
         1.0, "`hold`: imbalance of a step below which nothing is gained; at least 1"
     )
-    wlb_delay_price: float | None = setting(
+    wlb_delay_price: float | None = real(
         None,
         "`hold`: imbalance that delaying a whole step's tokens by one step may save; 0.15 if not "
         "given, 0.45 with --wlb-look-ahead",
     )
     wlb_look_ahead: int = setting(
-        0, "`hold`: steps from which documents may run early; that counts as delay too"
+        0,
+        "`hold`: steps from which documents may run early; that counts as delay too",
+        least=0,
+        most=MOST_STEPS_AHEAD,
     )
     wlb_shape: Literal["on", "off"] = setting(
         "off",
@@ -76,7 +94,10 @@ class WlbConfig:
         "the batch size. auto: as many as make the simulated step of its documents shortest",
     )
     wlb_fixed_batches: int = setting(
-        1, "`fixed-greedy`, `fixed-solver`: global batches that are repacked together"
+        1,
+        "`fixed-greedy`, `fixed-solver`: global batches that are repacked together",
+        least=1,
+        most=MOST_STEPS_AHEAD,
     )
     wlb_fixed_grouping: Literal["sorted", "arrival"] = setting(
         "sorted",
@@ -87,6 +108,7 @@ class WlbConfig:
         10.0,
         "`fixed-solver`: search a step or group of steps, in deterministic time: about so many "
         "seconds, but the same plan on every rank",
+        within=(0.001, math.inf),
     )
     wlb_units: int | None = micro_batches(
         None,
@@ -114,7 +136,7 @@ class WlbConfig:
         0.0,
         "GiB of the host's memory for each device, where micro-batches of slices (`slim`) may wait "
         "for which it has no room, instead of being recomputed, if that is faster in simulation",
-        least=0,
+        within=(0, 1e9),
     )
     wlb_slice_cache: Literal["auto", "whole", "divided"] = setting(
         "auto",
@@ -123,7 +145,7 @@ class WlbConfig:
         "fits memory",
     )
     wlb_max_age: int = setting(
-        12, "steps after which a delayed document runs whatever it costs", least=0
+        12, "steps after which a delayed document runs whatever it costs", least=0, most=MAX_SIZE
     )
     wlb_long_documents: Literal["split", "slice", "truncate", "error"] = setting(
         "split",
@@ -218,7 +240,7 @@ class WlbConfig:
         "go on with a megatron-core that is not in the table of versions, with a warning",
         resume="free",
     )
-    wlb_hang_seconds: float = setting(
+    wlb_hang_seconds: float = real(
         600.0,
         "end where a micro-batch takes longer, and say whom this rank waits for; 6 times as long "
         "for a plan, the first step or a checkpoint; 0 is never",

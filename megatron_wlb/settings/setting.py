@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -39,6 +39,19 @@ class Setting:
     """Whether all ranks have the same."""
     follows: tuple[str, ...] = ()
     """The settings that decide about it where it is not given."""
+
+    def beyond(self, flag: str, value: Any) -> Iterator[str]:
+        """Says of a value, or of each in a list, which limit it is beyond; ``flag`` gave it."""
+        for one in value if isinstance(value, tuple | list) else [value]:
+            if one is None or isinstance(one, str):
+                continue
+            said = f"{flag} is {one}; it must be"
+            if self.most is not None and one > self.most:
+                yield f"{said} at most {self.most}"
+            if self.least is not None and one < self.least:
+                yield f"{said} at least {self.least}"
+            if self.within is not None and not self.within[0] <= one < self.within[1]:  # or NaN
+                yield f"{said} in [{self.within[0]}, {self.within[1]})"
 
 
 def setting(default: Any, help: str, **traits: Any) -> Any:

@@ -75,11 +75,14 @@ class Forecast:
     """Micro-batches that `slim` cuts a rank's step into."""
 
 
-def forecast(config: Config, num_devices: int, known: Sequence[Forecast] = ()) -> Forecast:
+def forecast(
+    config: Config, num_devices: int, known: Sequence[Forecast] = (), *, fits: bool = False
+) -> Forecast:
     """What ``config`` will do on so many devices of its ``--wlb-hardware``.
 
     Documents are those of ``--data-path`` where its files exist, else drawn from
-    :data:`DISTRIBUTION`. Forecasts that are ``known`` differ in the packing alone.
+    :data:`DISTRIBUTION`. Forecasts that are ``known`` differ in the packing alone. With ``fits``,
+    S_max that is not given is lowered to what fits.
 
     Raises:
         ConfigError: settings that the run itself would refuse, or memory that does not suffice for
@@ -103,20 +106,22 @@ def forecast(config: Config, num_devices: int, known: Sequence[Forecast] = ()) -
         fitting = max_tokens = max_tokens or 2 * row
         units, peak_gib = _units(config, run, source, max_tokens)
     else:
-        fits = run.max_tokens()
-        fitting = min(fits, run.step_tokens)
+        most = run.max_tokens()
+        fitting = min(most, run.step_tokens)
         if max_tokens is None:
             windows = 1 if kind_of(config.wlb.wlb_packing).windows else 2
             max_tokens = fitting if config.wlb.wlb_memory_gib else windows * row
+            if fits:
+                max_tokens = max(row, min(max_tokens, most))
         lengths = [max_tokens] * num_micro_batches
         peak_gib = max(memory.peak_bytes(rank, lengths) for rank in stages) / GIB
-        if fits < max(max_tokens, row):
-            name = "S_max (--wlb-max-tokens)" if fits >= row else "--seq-length"
-            if fits < row and run.micro_batch_size > 1:
+        if most < max(max_tokens, row):
+            name = "S_max (--wlb-max-tokens)" if most >= row else "--seq-length"
+            if most < row and run.micro_batch_size > 1:
                 name = "--micro-batch-size"
             raise ConfigError(
                 f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above "
-                f"the {limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} "
+                f"the {limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {most} "
                 f"tokens fit: lower {name}, recompute activations, or use more TP, CP or PP"
             )
     planned = PackingSettings.of_config(config.wlb, max_tokens)

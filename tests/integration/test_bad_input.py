@@ -29,7 +29,7 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
     "log-interval-0": (1, {"log_interval": 0}, ["--log-interval is 0", "at least 1"]),
     "exit-interval-0": (1, {"exit_interval": 0}, ["--exit-interval is 0", "at least 1"]),
     "no-such-cost": (1, {"wlb_cost": "none.json"}, ["--wlb-cost none.json", "give the path"]),
-    "tau": (1, {"wlb_hold_tau": 0}, ["tau is 0", "perfect balance"]),
+    "tau": (1, {"wlb_hold_tau": 0}, ["--wlb-hold-tau is 0.0", "it must be in [1, inf)"]),
     "lr-nan": (1, {"lr": "nan"}, ["--lr", "nan is not finite"]),
     "weight-decay": (1, {"weight_decay": -1.0}, ["--weight-decay is -1.0", "[0, inf)"]),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def flags_of(chats: Path, tokenizer: Path, template: str = TEMPLATES[0]) -> Flag
         "tokenizer_model": tokenizer,
         "sft_tokenizer_prompt_format": template,
         "vocab_size": None,
-        "wlb_packing": "hold",
+        "wlb_packing": "auto",
         "seed": 7,
     }
 
@@ -135,7 +136,11 @@ def test_tokens_and_masks_are_megatrons(
     chats: Path, tokenizer: Path, template: str, tmp_path: Path
 ) -> None:
     flags = flags_of(chats, tokenizer, template) | {"train_iters": 1, "data_cache_path": tmp_path}
-    finish(launch(tmp_path, 1, flags, fault=functools.partial(megatrons_own, tmp_path)))
+    flags |= {"wlb_packing": "original"}
+    fault = functools.partial(megatrons_own, tmp_path)
+    output = finish(launch(tmp_path, 1, flags, fault=fault)).output
+    (told,) = re.findall(r"packing original cuts (\d+) of (\d+) conversations", output)
+    assert 0 < int(told[0]) < int(told[1]) == 816  # of --split
     (index,) = tmp_path.glob("chats-*.idx")
     corpus = Corpus.open(index.with_suffix(""))
     assert corpus.targets is not None
@@ -167,11 +172,9 @@ def test_runs_with_masks_are_the_same_in_layouts_and_after_resuming(
 ) -> None:
     flags = flags_of(chats, tokenizer) | {"wlb_loss_mean": "sample", "data_cache_path": tmp_path}
     saves: Flags = {"save": tmp_path / "ck", "save_interval": 2, "eval_interval": 2}
-    finish(
-        launch(
-            tmp_path, 1, flags | saves | {"train_iters": 4, "wlb_metrics": "one", "eval_iters": 1}
-        )
-    )
+    one: Flags = {"train_iters": 4, "wlb_metrics": "one", "eval_iters": 1}
+    output = finish(launch(tmp_path, 1, flags | saves | one)).output
+    assert "auto takes hold" in output and "not original: its windows cut conversations" in output
     resumed: Flags = {"load": tmp_path / "ck", "ckpt_step": 2}
     for number, layout in enumerate(({}, CP2, PP2 | {"wlb_packing": "hold"})):
         metrics: Flags = {"wlb_metrics": f"resumed-{number}", "train_iters": 4}

@@ -6,9 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.texts import write_texts
-from megatron_lm_runs import BOTH, PP2, SLICES, Flags, launch, needs_megatron_lm
+from megatron_lm_runs import (
+    BOTH,
+    PP2,
+    SLICES,
+    Flags,
+    assert_equal_steps,
+    launch,
+    needs_megatron_lm,
+)
 from trainer_runs import finish, losses, start
+
+from megatron_wlb.reading import shipped
 
 pytestmark = needs_megatron_lm
 
@@ -54,11 +65,33 @@ def test_chosen_packing_trains_as_if_it_were_given(corpus: Path, tmp_path: Path)
     given = {"wlb_packing": name, "wlb_metrics": "embedded"}
     finish(start(tmp_path, 2, flags | given))
     expected = losses(tmp_path / "embedded")
-    assert len(expected) == 4
+    assert len(expected) == 4 and name == "slim"
     assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
     here = finish(start(tmp_path, 2, flags | {"wlb_packing": "auto", "wlb_metrics": "here"}))
     assert f"--wlb-packing auto takes {name}: " in here.output
     assert losses(tmp_path / "here") == expected
-    finish(launch(tmp_path, 2, chosen | {"load": "ck", "ckpt_step": 2, "wlb_metrics": "resumed"}))
     again = {step: expected[step] for step in (3, 4)}
-    assert losses(tmp_path / "resumed") == pytest.approx(again, rel=ROUNDING)
+    # One process alone would take another packing.
+    for number, other in enumerate(({}, {"pipeline_model_parallel_size": None})):
+        resumed = chosen | other | {"load": "ck", "ckpt_step": 2, "wlb_metrics": f"again-{number}"}
+        finished = finish(launch(tmp_path, 1 if other else 2, resumed))
+        assert losses(tmp_path / f"again-{number}") == pytest.approx(again, rel=ROUNDING)
+        assert f"--wlb-packing auto goes on with the checkpoint's packing, {name}" in (
+            finished.output
+        )
+
+
+def test_s_max_that_fits_memory_is_kept_by_a_resumed_run(corpus: Path, tmp_path: Path) -> None:
+    """Also where more would fit now."""
+    figures = yaml.safe_load(shipped("hardware")["cpu"].read_text())
+    figures["memory_gib"]["value"] = 0.0035
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(figures))
+    flags: Flags = BOTH | {"data_path": corpus, "train_iters": 4, "wlb_packing": "auto"}
+    small: Flags = {"wlb_hardware": "small.yaml", "wlb_metrics": "small", "save": "ck"}
+    output = finish(launch(tmp_path, 2, flags | small | {"save_interval": 2})).output
+    (s_max,) = re.findall("auto takes hold: .*; S_max is ([0-9]+) tokens, which fit", output)
+    assert 128 < int(s_max) < 256
+    resumed: Flags = {"wlb_hardware": "cpu", "load": "ck", "ckpt_step": 2, "wlb_metrics": "resumed"}
+    output = finish(launch(tmp_path, 2, flags | resumed)).output
+    assert f"the checkpoint's packing, hold, and an S_max of {s_max} tokens" in output
+    assert_equal_steps(tmp_path / "resumed", tmp_path / "small", first=3)

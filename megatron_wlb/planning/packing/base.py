@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_wlb.cost import CostModel
     from megatron_wlb.planning.packing.settings import PackingSettings
 
-MOST_STEPS_AHEAD = 1000
-"""Steps that may be read ahead, batches repacked together, or queues: all wait in memory."""
 MOST_STEP_TOKENS = 1 << 48
 """The most tokens of a step."""
 MOST_STEPS = 1_000_000
@@ -69,19 +67,20 @@ class Limits:
         if self.max_tokens < self.window:
             raise ConfigError(
                 f"max_tokens (S_max) {self.max_tokens} is below the window of {self.window}; "
-                "documents of a whole window must fit, so raise it or shorten the window"
+                "documents of a whole window must fit, so raise it (--wlb-max-tokens) or shorten "
+                "the window"
             )
         capacity = self.num_micro_batches * self.max_tokens
         if capacity < self.step_tokens:
             raise ConfigError(
                 f"{self.num_micro_batches} micro-batches of at most {self.max_tokens} tokens hold "
-                f"{capacity}, but {self.step_tokens} arrive in a step; raise max_tokens (S_max) or "
-                "num_micro_batches"
+                f"{capacity}, but {self.step_tokens} arrive in a step; raise max_tokens (S_max, "
+                "--wlb-max-tokens) or num_micro_batches"
             )
         if self.max_step_tokens is not None and self.max_step_tokens < self.step_tokens:
             raise ConfigError(
                 f"max_step_tokens {self.max_step_tokens} is below the {self.step_tokens} tokens "
-                "that arrive in a step; raise it"
+                "that arrive in a step; raise it (--wlb-max-step-tokens)"
             )
 
     @property
@@ -133,8 +132,8 @@ class Limits:
             if document.length > self.max_tokens:
                 raise PackingError(
                     f"document {document.number} of corpus {document.corpus} has {document.length} "
-                    f"tokens, above max_tokens (S_max) {self.max_tokens}; raise it or split long "
-                    "documents"
+                    f"tokens, above max_tokens (S_max) {self.max_tokens}; raise it "
+                    "(--wlb-max-tokens) or split long documents"
                 )
 
 

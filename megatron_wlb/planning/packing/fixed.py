@@ -15,7 +15,6 @@ from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.packing.base import (
-    MOST_STEPS_AHEAD,
     Limits,
     Packer,
     load_state,
@@ -23,7 +22,14 @@ from megatron_wlb.planning.packing.base import (
 )
 from megatron_wlb.planning.packing.original import UNSHAPED_WINDOWS, check_windows, cut_windows
 from megatron_wlb.planning.packing.placement import CostTable, rank
-from megatron_wlb.reading import reading_state, shown, typed, unknown, whole_number
+from megatron_wlb.reading import (
+    MOST_STEPS_AHEAD,
+    reading_state,
+    shown,
+    typed,
+    unknown,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from megatron_wlb.planning.packing.settings import PackingSettings

@@ -15,14 +15,13 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.packing.base import (
     BALANCED,
-    MOST_STEPS_AHEAD,
     Limits,
     Packer,
     load_state,
     save_state,
 )
 from megatron_wlb.planning.packing.placement import CostTable, Placement, Ranking, rank
-from megatron_wlb.reading import real_number, whole_number
+from megatron_wlb.reading import MOST_STEPS_AHEAD, real_number, whole_number
 
 if TYPE_CHECKING:
     from megatron_wlb.planning.packing.settings import PackingSettings

@@ -104,3 +104,12 @@ def cut_windows(
         windows.append(cut)
     rows = [[*chain(*windows[at : at + each])] for at in range(0, len(windows), each)]
     return rows, documents[first:]
+
+
+def count_cut(lengths: Sequence[int], window: int) -> int:
+    """Counts the documents of a line that :func:`cut_windows` cuts."""
+    ends = [*accumulate(lengths)]
+    return sum(
+        (end - length) // window != (end - 1) // window
+        for end, length in zip(ends, lengths, strict=True)
+    )

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from megatron_wlb.cost import CostModel
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.packing.base import MOST_STEPS_AHEAD, Limits, Packer
+from megatron_wlb.planning.packing.base import Limits, Packer
 from megatron_wlb.planning.packing.fixed import Grouping
 from megatron_wlb.planning.packing.solver import SOLVER_LIMIT
-from megatron_wlb.reading import shown, unknown
+from megatron_wlb.reading import MOST_STEPS_AHEAD, shown, unknown
 from megatron_wlb.settings.config import WlbConfig, flag_of
 from megatron_wlb.settings.packings import CHOSEN, PACKINGS
 
@@ -250,7 +250,7 @@ class PackingSettings:
             windows = f"{micro_batch_size} windows" if micro_batch_size > 1 else "a window"
             raise ConfigError(
                 f"max_tokens (S_max) {s_max} has no room for {windows} of {window} padded to a "
-                f"multiple of {length_multiple} (TP, 2 · CP, FP8); raise it"
+                f"multiple of {length_multiple} (TP, 2 · CP, FP8); raise it (--wlb-max-tokens)"
             )
         if step_tokens is None:
             step_tokens = num_micro_batches * row

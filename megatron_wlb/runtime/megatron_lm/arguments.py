@@ -61,6 +61,9 @@ _CONVERTED: dict[str, Callable[[argparse.Namespace], Any]] = {
     "moe_router_load_balancing_type": _several("moe_router_load_balancing_type"),
     "moe_aux_loss_coeff": _several("moe_aux_loss_coeff"),
     "fp8_recipe": lambda args: str(getattr(args.fp8_recipe, "value", args.fp8_recipe)),
+    "vocab_size": lambda args: (  # which the tokenizer says, once it is built
+        getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    ),
     "data_path": lambda args: tuple(args.data_path or ()),
     "step_batch_size_schedule": lambda args: getattr(args, "step_batch_size_schedule", None),
     "rampup_batch_size": _ramp,

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
 from megatron_wlb.planning import guards as layout_guards
 from megatron_wlb.planning import strategy_run
 from megatron_wlb.runtime.compat import script, targets
@@ -40,6 +40,7 @@ from megatron_wlb.runtime.saving.resume import missing_load
 from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.command_line import refuse_arguments
+from megatron_wlb.settings.packings import CHOSEN
 from megatron_wlb.simulator.choose import settled
 
 _patches = PatchSet()
@@ -71,7 +72,7 @@ def install(*, allow_untested: bool = False) -> None:
         from megatron.training import training
 
         _patches.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
-        _patches.wrap("megatron.training.global_vars", "_build_tokenizer", _megatrons_own_checks)
+        _patches.wrap("megatron.training.global_vars", "_build_tokenizer", _build_tokenizer)
         _patches.wrap(targets.adapter().checks_arguments_in, "validate_args", _validate_args)
         _patches.wrap(training, "setup_model_and_optimizer", _set_up)
         _patches.wrap(training, "pretrain", _pretrain)
@@ -95,13 +96,15 @@ def uninstall() -> None:
 def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser = arguments.add_arguments(original(parser))
     # One line a mistake instead of argparse's usage, which lists a thousand flags.
-    parser.error = functools.partial(refuse_arguments, parser)  # type: ignore[method-assign]
+    parser.error = functools.partial(  # type: ignore[method-assign]
+        refuse_arguments, parser, reasons=refusals.OF_OTHER_VERSIONS
+    )
     return parser
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Compares what ranks are told, then runs our refusals, Megatron's own checks, and ours of the
-    arguments that it has changed.
+    arguments that it has changed. A packing that is still to be chosen waits for the vocabulary.
     """
     if not getattr(args, "fake_process_group", False):
         agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
@@ -112,10 +115,27 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     arguments.prepare(args)
     checked = _megatrons_own_checks(original, args, *rest, **kwargs)
     arguments.scale_losses(args)
-    config = settled(
-        arguments.config_of(args), args.world_size, functools.partial(refusals.of_packing, args)
-    )
-    args.wlb_packing = config.wlb.wlb_packing
+    if args.wlb_packing != CHOSEN or args.wlb_strategies is not None:
+        _settle(args)
+    return checked
+
+
+def _build_tokenizer(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Has Megatron build its tokenizer, then chooses the packing if that waits for it."""
+    tokenizer = _megatrons_own_checks(original, args, *rest, **kwargs)
+    if _session is None:
+        _settle(args)
+    return tokenizer
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """Settles the packing, checks all that depends on it, and makes the session."""
+    config = arguments.config_of(args)
+    refused = functools.partial(refusals.of_choice, args)
+    saved = functools.partial(saved_plans.newest_settings, args)
+    config = settled(config, args.world_size, refused, saved=saved)
+    refuse_all(refusals.of_packing(args, config.wlb.wlb_packing))  # that of a checkpoint, too
+    args.wlb_packing, args.wlb_max_tokens = config.wlb.wlb_packing, config.wlb.wlb_max_tokens
     if config.wlb.wlb_loss is not None:
         load_loss(config.wlb.wlb_loss)
     num_ranks, alone = args.world_size, config
@@ -133,7 +153,6 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
         None if args.no_load_optim or args.finetune else args.load,
     )
     _begin(args, config)
-    return checked
 
 
 def _megatrons_own_checks(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.packing.settings import kind_in
 from megatron_wlb.planning.rules import LAUNCHED
+from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -342,6 +343,15 @@ TOLD: tuple[Refusal, ...] = (
 )  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
 
+OF_OTHER_VERSIONS: dict[str, str] = {
+    **{flag: f"{flag} is of another version of Megatron-LM; leave it out, or use that version"
+       for flag in megatron_flags()},
+    **{one.flag: one.message(argparse.Namespace())
+       for one in REFUSALS if not (one.allowed or one.refused)},
+}  # fmt: skip
+"""What is said of flags that this version does not have: of those that plans cannot run with in any
+version, why."""
+
 _TURNED_OFF: dict[str, Any] = {
     "ddp_average_in_collective": False,
     "hierarchical_context_parallel_sizes": None,
@@ -404,6 +414,13 @@ def of_packing(args: argparse.Namespace, packing: str | None) -> Iterator[str]:
     for flag, reason in (kind_in(packing).cannot if packing else {}).items():
         if (refusal := Refusal(flag, reason)).applies(args):
             yield refusal.message(args)
+
+
+def of_choice(args: argparse.Namespace, packing: str) -> Iterator[str]:
+    """Lists why ``--wlb-packing auto`` does not take a packing."""
+    yield from of_packing(args, packing)
+    if getattr(args, "sft", False) and kind_in(packing).windows:
+        yield "its windows cut conversations (--sft)"
 
 
 def _shards(args: argparse.Namespace) -> int:

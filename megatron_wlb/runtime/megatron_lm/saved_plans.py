@@ -15,11 +15,15 @@ another layout mean nothing and start anew, as in Megatron.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 from typing import Any
 
+import torch
+
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.reading import one_line
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
@@ -36,13 +40,39 @@ from megatron_wlb.runtime.saving.core import (
     set_rng_state,
     sharded_rng,
 )
-from megatron_wlb.runtime.saving.newest import damaged
+from megatron_wlb.runtime.saving.newest import damaged, folder_of, newest_step
 from megatron_wlb.runtime.stepping.optimizer import make_loadable
 
 STATE = "megatron_wlb"
 RNG = "megatron_wlb_rng"
 
 logger = logging.getLogger(__name__)
+
+
+def newest_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Our settings in the checkpoint that a run is to go on from; none where there is none.
+
+    Its files are not verified yet: if they are damaged, their load says so.
+    """
+    load, step = args.load, getattr(args, "ckpt_step", None)
+    if args.finetune or load is None or "://" in load:
+        return {}
+    at = [(step or newest_step(load) or 0, load)]
+    if args.non_persistent_ckpt_type == "global":
+        root = args.non_persistent_global_ckpt_dir or f"{load}/non_persistent"
+        at.insert(0, (newest_step(root) or 0, root))
+    iteration, root = max(at, key=lambda one: one[0])  # of equal ones Megatron takes that one
+    if not iteration:
+        return {}
+    folder = folder_of(root, iteration)
+    try:
+        of_torch = folder.glob("mp_rank_00*/model_optim_rng.pt")
+        path = min(of_torch, default=folder / "common.pt")
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        return dict(checksums.unseal_state(state[STATE])["settings"])
+    except Exception as error:  # Unpickling damaged files raises anything.
+        logger.warning("which packing %s has cannot be read (%s)", folder, one_line(error))
+        return {}
 
 
 class Hooks:

@@ -29,6 +29,7 @@ from megatron_wlb.planning.from_config import (
     known_cost,
     make_evaluation_planner,
     make_planner,
+    tell_cuts,
     tell_memory,
 )
 from megatron_wlb.planning.ledger.writer import StepLedger
@@ -56,7 +57,7 @@ from megatron_wlb.runtime.saving.resume import (
 )
 from megatron_wlb.runtime.stepping.step import StepRunner
 from megatron_wlb.settings import allocator
-from megatron_wlb.settings.config import Config, table
+from megatron_wlb.settings.config import Config, flag_of, table
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -165,14 +166,19 @@ class Session:
             CheckpointError: the loaded state is of other data, packing or number of micro-batches.
         """
         args = self.args
+        has_conversations = getattr(args, "sft", False)
         corpora = self.corpora
         self._settle((self.restored or {}).get("kernel"))
         hosts = self.runner.hosts
-        hosts.compare("at the start", of_corpora(corpora))
+        wlb = self.config.wlb  # whose packing and S_max each rank may have chosen for itself
+        chosen = {flag_of(n): str(getattr(wlb, n)) for n in ("wlb_packing", "wlb_max_tokens")}
+        hosts.compare("at the start", of_corpora(corpora) | chosen)
         allocator.tell(self.device)
         training = None
         if not args.skip_train:
             planner = self._planner()
+            if has_conversations and self.config.wlb.wlb_strategies is None:
+                tell_cuts(planner, corpora.num_documents("train"))
             if self.device == "cuda":
                 has = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
                 tell_memory(self.config, has / GIB)

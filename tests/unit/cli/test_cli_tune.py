@@ -87,7 +87,7 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("--num-micro-batches 4,8", 2, "--num-micro-batches 4, 8: tune one at a time"),
         ("--max-windows 0.9", 2, "--max-windows is 0.9; give at least 1"),
         ("--plot /proc/none/x.png", 2, "cannot write --plot /proc/none/x.png"),
-        ("--look-ahead -1", 2, "look_ahead is -1"),
+        ("--look-ahead -1", 2, "--look-ahead is -1"),
     ],
 )
 def test_bad_input_is_one_line(words: str, status: int, message: str, wlb) -> None:

@@ -35,6 +35,14 @@ REFUSED = [
         ["6 processes", "TP 1 × CP 4 × PP 1 = 4", "start a multiple of 4"],
     ),
     (
+        "--wlb-packing wlb --wlb-queue-thresholds 200 100", 1,
+        ["--wlb-queue-thresholds is given", "strictly ascending", "order them"],
+    ),
+    (
+        "--wlb-max-step-tokens 3", 1,
+        ["--wlb-max-step-tokens is 3, but", "tokens arrive in a step", "or 0 for no such bound"],
+    ),
+    (
         "--mock-data --data-path a", 1, ["--mock-data", "--data-path", "leave one of them out"],
     ),
     (

@@ -47,7 +47,10 @@ TOLD = [
     ("--wlb-dp-merge off", 1, ["--wlb-dp-merge off has no effect: it counts only with --wlb-pack"]),
     ("--wlb-expert-imbalance 1.5", 1, ["--wlb-expert-imbalance 1.5 has no effect: it counts only"]),
     ("--wlb-cost-extrapolate", 1, ["--wlb-cost-extrapolate has no effect: it counts only with"]),
-    ("--wlb-units 8 --wlb-packing slim", 1, []),
+    (f"{PP2} --wlb-units 8 --wlb-packing slim", 2, []),
+    ("--wlb-packing slim", 4, ["--wlb-packing slim without a pipeline gains nothing over hold; "]),
+    ("--wlb-packing slim --wlb-long-documents slice", 1, []),
+    ("--wlb-packing slim --wlb-memory-gib 20", 1, []),
     (
         f"{PP2} --wlb-packing slim --wlb-slice-cache divided", 2,
         ["--wlb-slice-cache divided has no effect: it counts only with --context-parallel-size of"],

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 
 import pytest
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_words import settings_of
+from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.packings import CHOSEN
 from megatron_wlb.simulator.choose import CANDIDATES, choose_packing, settled, with_packing
 from megatron_wlb.simulator.forecast import forecast
 
@@ -49,13 +52,60 @@ def test_what_cannot_run_is_left_out_and_named() -> None:
     assert "original" not in script.gains and script.net_gain < script.gains["hold"]
 
 
-def test_the_plainest_is_taken_where_nothing_is_gained() -> None:
+def test_what_cuts_nothing_is_taken_where_nothing_is_gained() -> None:
     alone = settings(
         "--pipeline-model-parallel-size", "1", "--seq-length", "2048", "--global-batch-size", "1",
     )  # fmt: skip
     choice = choose_packing(alone, 8)
-    assert choice.packing == "original"
-    assert max(choice.gains.values()) < 1.05
+    assert choice.packing == "hold"
+    assert max(choice.gains.values()) < 1.02 * min(choice.gains.values())
+
+
+def test_conversations_are_never_cut() -> None:
+    """Not even where all else is slower."""
+    alone = settings("--pipeline-model-parallel-size", "1")
+    for sft, expected in ((False, "original"), (True, "slim")):
+        given = argparse.Namespace(sft=sft)
+
+        def refused(name: str, given: argparse.Namespace = given) -> list[str]:
+            return ["--x: no"] if name == "hold" else [*refusals.of_choice(given, name)]
+
+        choice = choose_packing(alone, 8, refused)
+        assert choice.packing == expected
+        assert choice.gains["slim"] < 0.98
+        assert ("not original: its windows cut conversations (--sft)" in str(choice)) == sft
+
+
+def test_s_max_is_what_fits_memory_unless_it_is_given() -> None:
+    no_slim: list[str] = []
+    wide = settings_of([*ARGUMENTS.split(), "--seq-length", "65536", "--wlb-max-tokens", "auto"])
+    config = settled(wide, NUM_DEVICES, lambda name: ["no"] * (name == "slim"), no_slim.append)
+    s_max = config.wlb.wlb_max_tokens
+    assert config == with_packing(wide, "hold", s_max)
+    assert s_max and 65536 < s_max < 2 * 65536
+    assert f"S_max is {s_max} tokens, which fit memory" in no_slim[0]
+    with pytest.raises(ConfigError, match=f"; {s_max} tokens fit"):
+        forecast(with_packing(wide, "hold", s_max + 8), NUM_DEVICES)
+    assert forecast(config, NUM_DEVICES).max_tokens == s_max
+    given = with_packing(wide, CHOSEN, s_max - 8)
+    config = settled(given, NUM_DEVICES, lambda name: ["no"] * (name == "slim"))
+    assert config.wlb.wlb_max_tokens == s_max - 8
+
+
+def test_a_run_goes_on_with_its_checkpoints_packing_and_s_max() -> None:
+    told: list[str] = []
+    saved = {"wlb_packing": "wlb", "wlb_max_tokens": 40000}
+    free = settings_of([*ARGUMENTS.split(), "--wlb-max-tokens", "auto"])
+    for config, s_max in ((settings(), 49152), (free, 40000)):
+        found = settled(config, NUM_DEVICES, tell=told.append, saved=lambda: saved)
+        assert found == with_packing(config, "wlb", s_max)
+        assert "goes on with the checkpoint's packing, wlb" in told[-1]
+        assert str(s_max) in told[-1]
+    named = with_packing(settings(), "hold")
+    assert settled(named, NUM_DEVICES, saved=lambda: saved) is named
+    # Of strategies, which have none.
+    anew = settled(settings(), NUM_DEVICES, saved=lambda: saved | {"wlb_packing": CHOSEN})
+    assert anew.wlb.wlb_packing == "slim"
 
 
 def test_nothing_that_runs_is_refused_as_original_is() -> None:

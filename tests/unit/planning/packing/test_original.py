@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.packing.base import Limits
-from megatron_wlb.planning.packing.original import OriginalPacker
+from megatron_wlb.planning.packing.original import OriginalPacker, count_cut
 
 
 def original(num_micro_batches, window):
@@ -56,6 +56,8 @@ def test_original_is_the_concatenated_stream_cut_at_every_window(lengths, window
     while packing.waiting:
         windows += packing.flush(step)
         step += 1
+    cut = {d.arrival for micro_batch in windows for d in micro_batch if d.offset}
+    assert count_cut(lengths, window) == len(cut)
     got = [[(d.arrival, d.offset + i) for d in w for i in range(d.length)] for w in windows]
     stream = [(a, i) for a, length in enumerate(lengths) for i in range(length)]
     assert [w for w in got if w] == [

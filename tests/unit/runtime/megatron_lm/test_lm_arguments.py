@@ -70,7 +70,9 @@ def config(*words: str, **changes: Any) -> Config:
 
 
 def test_settings_of_model_and_layout_are_megatrons() -> None:
-    found = config("--wlb-packing", "wlb", "--wlb-queue-thresholds", "100", "200")
+    found = config("--wlb-packing", "wlb", "--wlb-queue-thresholds", "100", "200", vocab_size=300)
+    assert found.data.vocab_size == 300
+    assert config(vocab_size=300, padded_vocab_size=384).data.vocab_size == 384  # the tokenizer's
     assert found.model.norm_epsilon == 1e-6
     assert found.model.disable_bias_linear
     assert found.model.num_query_groups == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ import torch
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.ranks import watchdog
+from megatron_wlb.runtime.saving import checksums
+from megatron_wlb.runtime.saving.newest import TRACKER
 from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
 from megatron_wlb.settings.command_line import parse
 
@@ -50,6 +53,40 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
         for said, failure in failures.items():
             with pytest.raises(CheckpointError, match=said):
                 saved_plans.Hooks(session).save_checkpoint(mock.Mock(side_effect=failure), 2)
+
+
+def test_settings_of_the_checkpoint_to_go_on_from_are_read(tmp_path: Path) -> None:
+    """In both formats, of the step that Megatron loads; of a damaged one, whose load says so, or
+    without one, there are none.
+    """
+    from megatron_wlb.runtime.megatron_lm import saved_plans
+
+    def saved(root: Path, iteration: int, name: str, packing: str) -> Path:
+        path = root / f"iter_{iteration:07d}" / name
+        path.parent.mkdir(parents=True)
+        sealed = checksums.seal_state({"settings": {"wlb_packing": packing}})
+        torch.save({saved_plans.STATE: sealed, "args": SimpleNamespace()}, path)
+        (root / TRACKER).write_text(f"{iteration}\n")
+        return path
+
+    def found(**others: Any) -> Any:
+        args: Any = SimpleNamespace(
+            load=str(tmp_path), finetune=False, ckpt_step=None, non_persistent_ckpt_type=None,
+            non_persistent_global_ckpt_dir=None,
+        )  # fmt: skip
+        vars(args).update(others)
+        return saved_plans.newest_settings(args).get("wlb_packing")
+
+    assert found() is found(load=None) is None
+    saved(tmp_path, 2, "mp_rank_00_000/model_optim_rng.pt", "hold")
+    assert found() == "hold"
+    newest = saved(tmp_path, 4, "common.pt", "slim")
+    saved(tmp_path / "non_persistent", 6, "common.pt", "wlb")
+    assert found() == "slim" and found(ckpt_step=2) == "hold"
+    assert found(non_persistent_ckpt_type="global") == "wlb"
+    assert found(finetune=True) is None
+    newest.write_bytes(newest.read_bytes()[:100])
+    assert found() is None
 
 
 @pytest.mark.parametrize(("blocking", "waits"), [(True, True), (False, False)])

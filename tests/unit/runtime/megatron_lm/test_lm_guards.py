@@ -11,6 +11,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.rules import LAUNCHED, Rule
 from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.runtime.megatron_lm.words import Words
+from megatron_wlb.settings.command_line import refuse_arguments
 from megatron_wlb.settings.config import flag_of
 
 FINE: dict[str, Any] = {
@@ -298,3 +299,15 @@ def test_flags_that_cannot_run_are_told_at_once() -> None:
         refusals.check(argparse.Namespace(**given), ["--this is another"])
     told = [line.split()[0] for line in str(raised.value).splitlines()]
     assert told == ["--qk-clip", "--fp4-format", "--use-varlen-dataset", "20", "--this"]
+
+
+def test_flags_that_this_version_does_not_have_are_refused_by_name() -> None:
+    own = argparse.ArgumentParser()
+    own.add_argument("--num-layers")
+    words = "--sequence-packing-scheduler dp_balanced --fp8-recipe x --num-layer 2"
+    with pytest.raises(ConfigError) as caught:
+        refuse_arguments(own, f"unrecognized arguments: {words}", refusals.OF_OTHER_VERSIONS)
+    refused, other, mistyped = str(caught.value).splitlines()
+    assert refused.startswith("--sequence-packing-scheduler does not work with --wlb-packing: it ")
+    assert other.startswith("--fp8-recipe is of another version of Megatron-LM; leave it out")
+    assert mistyped == "unknown flag --num-layer; did you mean --num-layers?"
