@@ -27,6 +27,7 @@ from megatron_wlb.cli.output import (
 from megatron_wlb.cli.scenario import (
     MACHINES,
     RECOMPUTE,
+    add_expert_imbalance,
     add_model,
     machine_title,
 )
@@ -107,8 +108,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     about = f"as for wlb simulate (default: {','.join(Space.packings)})"
     flag(group, "--packing a,b,…", about)
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
-    about = "memory of a rank whose experts get so many times the mean rank's tokens"
-    flag(group, "--expert-imbalance X", about, 1.0)
+    add_expert_imbalance(group)
     inputs.add_long_documents(group)
     flag(group, "--refine N", "layouts to simulate", 8)
     flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
@@ -139,13 +139,14 @@ def _run(args: argparse.Namespace) -> int:
     model = read_model(args.model)
     packings = args.packing or Space.packings
     config = inputs.asked(args, model)
+    model = model.with_settings(config)
     hardware = config.wlb.wlb_hardware
     machine_name = machine_title(args.model, hardware, args.num_devices)
     documents = inputs.source(args, config.data.seq_length, config)
     space = _space(args, model, config, packings)
     if args.strategies:
         check_shape(space.shape, f"--model {args.model}")
-        return plan_strategies.run(args, documents, space, hardware)
+        return plan_strategies.run(args, documents, space, model)
     if args.fp32:
         raise ConfigError(
             "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "
@@ -177,22 +178,21 @@ def _run(args: argparse.Namespace) -> int:
             ),
         )
     best = found.best
-    scenario, outcome = best.candidate.scenario, best.outcome
-    balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, hardware)
+    run, outcome = best.candidate.scenario, best.outcome
+    balance = recipe.balance_flags(run, outcome.flags, outcome.sharding, hardware)
     sections = {
-        "Model": {
-            **recipe.model_flags(space.shape),
-            **recipe.fp8_flags(model.config.training),
-        },
-        "Layout": recipe.layout_flags(scenario),
-        "Batch": recipe.batch_flags(scenario),
+        **model.flags,
+        "Layout": recipe.layout_flags(run),
+        "Batch": model.batch_flags(run.num_micro_batches),
         "Workload balance": balance,
     }
     flags = {flag: value for section in sections.values() for flag, value in section.items()}
+    recipe.check_model(flags, space.shape)
     machine = space.num_devices, space.hardware.devices_per_node
-    command = recipe.command(flags, *machine)
+    command = recipe.command(flags, *machine, model.environment, model.variables)
     if args.out:
-        text = recipe.recipe(sections, *machine, _remarks(machine_name, found))
+        remarks = _remarks(machine_name, found, recipe.to_add(flags))
+        text = recipe.recipe(sections, *machine, remarks, model.environment)
         write_text(args.out, text)
     if args.json:
         print(json.dumps(_json(found, flags, command), indent=1))
@@ -202,7 +202,7 @@ def _run(args: argparse.Namespace) -> int:
     out.print(_rejected(found))
     for line in [_verdict(found), *_best_of_each(found)]:
         say(out, line)
-    out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.TO_ADD}")
+    out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.to_add(flags)}")
     out.print(command, soft_wrap=True)
     if args.out:
         out.print(f"recipe: {args.out}")
@@ -234,7 +234,7 @@ def _space(
     return Space(
         shape=model.shape,
         execution=Execution(
-            expert_imbalance=args.expert_imbalance,
+            expert_imbalance=config.wlb.wlb_expert_imbalance,
             replicas_meet=config.replicas_meet,
             merges=config.merges,
             host_gib=config.wlb.wlb_host_gib,
@@ -254,7 +254,7 @@ def _space(
     )
 
 
-def _remarks(machine: str, found: Search) -> str:
+def _remarks(machine: str, found: Search, to_add: str) -> str:
     best = found.best
     scenario, outcome = best.candidate.scenario, best.outcome
     return (
@@ -263,7 +263,7 @@ def _remarks(machine: str, found: Search) -> str:
         f"Simulated, not measured: MFU {outcome.mfu:.1%}, {outcome.tokens_per_s:,.0f} tokens/s, "
         f"{outcome.step_us / 1e3:,.0f} ms a step, peak {outcome.peak_bytes / GIB:.1f} GiB.\n"
         f"Made by: {shlex.join(['wlb', *sys.argv[1:]])}\n"
-        f"Left to add: {recipe.TO_ADD};\n"
+        f"Left to add: {to_add};\n"
         "and as you like --split, --save, --load, --save-interval and the optimizer."
     )
 

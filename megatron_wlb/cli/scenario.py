@@ -79,10 +79,14 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     flag(group, "--num-micro-batches N", f"{about} (default: --model's, or PP × DP)")
     add_micro_batch_size(group)
     flag(group, "--recompute", "activations (default: --model's, or none)", choices=RECOMPUTE)
-    about = "memory of a rank whose experts get so many times the mean rank's tokens"
-    flag(group, "--expert-imbalance X", f"{about} (default: --model's, or 1)")
+    add_expert_imbalance(group)
     about = "reduce gradients after the last backward instead of beside it"
     flag(group, "--no-overlap-grad-reduce", about)
+
+
+def add_expert_imbalance(group: argparse._ArgumentGroup) -> None:
+    about = "memory of a rank whose experts get so many times the mean rank's tokens"
+    flag(group, "--expert-imbalance X", f"{about} (default: --model's, or 1)")
 
 
 def read_job(args: argparse.Namespace) -> Job:
