@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_wlb.cli import inputs
-from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
+from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say, table_of
 from megatron_wlb.cost.step_costs import StepCosts
@@ -49,7 +49,8 @@ columns:
 examples:
   wlb pack --distribution reference
   wlb pack corpora/books --window 32768 --num-micro-batches 8,16 --plot packings.png
-  wlb pack --lengths lengths.txt --packing original,wlb:3,hold --model 7b.yaml --pp-size 4
+  wlb pack --lengths lengths.txt --packing original,wlb:3,hold --model 7b.yaml \\
+      --tp-size 4 --cp-size 2 --pp-size 4
 """
 
 
@@ -68,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--solver-limit S", "of fixed-solver: about so many seconds a search", 1.0)
     output = parser.add_argument_group("output")
     flag(output, "--plot FILE", "picture of the table, PNG")
-    output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
+    output.add_argument("--json", action="store_true", help='print {"layout": {…}, "rows": […]}')
     parser.set_defaults(run=_run)
 
 
@@ -113,13 +114,13 @@ def _run(args: argparse.Namespace) -> int:
         for e in evaluations
     ]
     title = f"{documents.title}, window {job.window:,}, S_max {max_tokens / job.window:g} windows"
-    cost = cost_title(args)
+    cost = job.title
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_packings
 
         plot_packings(evaluations, f"{title}\n{cost}", args.plot)
     if args.json:
-        print(json.dumps({"rows": rows}, indent=1))
+        print(json.dumps({"layout": job.sizes, "rows": rows}, indent=1))
         return 0
     out = console()
     out.print(

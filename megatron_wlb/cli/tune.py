@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from megatron_wlb.cli import inputs
-from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
+from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say, table_of
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
@@ -39,7 +39,8 @@ how it chooses:
 examples:
   wlb tune --distribution reference --max-delay 0.3 --plot trade-off.png
   wlb tune corpora/books --window 32768 --num-micro-batches 16 --packing wlb
-  wlb tune --lengths lengths.npy --model 7b.yaml --hardware h200 --pp-size 4 --dp-size 2
+  wlb tune --lengths lengths.npy --model 7b.yaml --hardware h200 --tp-size 4 --pp-size 4 \\
+      --dp-size 2
 """
 
 
@@ -102,13 +103,13 @@ def _run(args: argparse.Namespace) -> int:
         )
     s_max = f"S_max up to {max_tokens / job.window:g} windows"
     title = f"{documents.title}, N={number}, window {job.window:,}, {s_max}"
-    cost = cost_title(args)
+    cost = job.title
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_trade_off
 
         plot_trade_off(tuning, f"{title}\n{cost}", args.plot)
     if args.json:
-        print(json.dumps(as_dict(tuning), indent=1))
+        print(json.dumps({"layout": job.sizes} | as_dict(tuning), indent=1))
         return 0
     out = console()
     out.print(

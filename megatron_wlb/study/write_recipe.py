@@ -103,7 +103,7 @@ def told_flags(
     return _given(model), _given(beside)
 
 
-def _value(value: Any) -> Value | None:
+def _value(value: Any) -> Any:
     if not isinstance(value, tuple):
         return value
     if value and isinstance(value[0], int):  # Megatron reads several as one word
