@@ -329,7 +329,12 @@ class Job:
         )
         return f"cost of {cost}, {said}" if said else f"cost of {cost}"
 
-    @property
+    def original_fits(self, run: Run | None) -> bool | None:
+        """Whether `original` fits the memory of ``run``; None where that is not known."""
+        run = run or self._own_devices
+        return None if run is None else run.fits_windows
+
+    @cached_property
     def _own_devices(self) -> Run | None:
         """A run of micro-batches that each have devices of their own, if TP or CP says how many."""
         p, number = parallelism(self.config), max(self.numbers)

@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--solver-limit S", "of fixed-solver: about so many seconds a search", 1.0)
     output = parser.add_argument_group("output")
     flag(output, "--plot FILE", "picture of the table, PNG")
-    output.add_argument("--json", action="store_true", help='print {"layout": {…}, "rows": […]}')
+    output.add_argument("--json", action="store_true", help='print {"rows": […], …}')
     parser.set_defaults(run=_run)
 
 
@@ -108,6 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     evaluations = _evaluate(args, cases, warm_up, steps, costs)
     # The solver packs other steps, so nothing is over `original` there.
+    fits = job.original_fits(runs[max(job.numbers)])
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.is_plain}
     rows = [
         e.row(None if e.setting.name == "fixed-solver" else originals.get(e.num_micro_batches))
@@ -120,13 +121,13 @@ def _run(args: argparse.Namespace) -> int:
 
         plot_packings(evaluations, f"{title}\n{cost}", args.plot)
     if args.json:
-        print(json.dumps({"layout": job.sizes, "rows": rows}, indent=1))
+        print(json.dumps({"layout": job.sizes, "original_fits": fits, "rows": rows}, indent=1))
         return 0
     out = console()
     out.print(
         _table(rows, f"{title}, {cost}: {steps} steps, seed {args.seed}; modelled", out.width)
     )
-    say(out, _advice(evaluations, args.max_delay))
+    say(out, _advice(evaluations, args.max_delay, fits=fits is not False))
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0
@@ -216,7 +217,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
+def _advice(evaluations: Sequence[Evaluation], max_delay: float, *, fits: bool) -> str:
     """One sentence on what to train with, for the largest N."""
     number = max(e.num_micro_batches for e in evaluations)
     at_hand = [e for e in evaluations if e.num_micro_batches == number]
@@ -238,7 +239,7 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
             f"At N={number} nothing within {limit} is faster than original, which has imbalance "
             f"{chosen.imbalance:.3f}: keep it ('wlb tune' looks for settings that are)."
         )
-    gained = "" if original is None else f"; it does {gain(best, original)}"
+    gained = "" if original is None else f"; it does {gain(best, original, fits=fits)}"
     was = "" if original is None else f" instead of {original.imbalance:.3f}"
     memory = ""
     if chosen.setting.kind.slices:

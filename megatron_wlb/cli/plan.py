@@ -52,6 +52,7 @@ STEPS = 40
 HEADROOM = 0.05
 NUM_TUNED = 36
 """Packings and S_max that are simulated of the best layouts, about."""
+UNFIT_ANYWHERE = "no gain over original is told, which fits memory in no layout here"
 SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size")
 
 _EPILOG = f"""\
@@ -272,6 +273,7 @@ def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
     base = (found.original or found.best).outcome
     return {
         "simulated": True,
+        "original_fits": found.original_fits,
         "ranked": [
             _layout(choice.candidate.scenario)
             | {
@@ -367,9 +369,10 @@ def _rejected(found: Search) -> Table:
 def _best_of_each(found: Search) -> list[str]:
     """A line of each packing: the best layout that was simulated with it."""
     base = (found.original or found.best).outcome
+    over = "original's best" if found.original else "the best"
     return [
         f"{choice.outcome.title}: best on {title(choice.candidate.scenario.parallelism)}, MFU "
-        f"{choice.outcome.mfu:.1%}, {choice.outcome.speedup(base):.2f} × original's best"
+        f"{choice.outcome.mfu:.1%}, {choice.outcome.speedup(base):.2f} × {over}"
         for choice in found.of_each
         if choice.fits
     ]
@@ -383,9 +386,11 @@ def _verdict(found: Search) -> str:
     if outcome.delay_steps > found.max_delay:
         said = f"Nothing that was simulated keeps within {limit} (--max-delay); fastest"
     said += f": {title(best.candidate.scenario.parallelism)}, {outcome.title}"
-    if original is None or original is best:
+    if original is None:
+        return f"{said}." if found.original_fits is None else f"{said}; {UNFIT_ANYWHERE}."
+    if original is best:
         return f"{said}."
-    beside = [c for c in found.packings if c.outcome.setting.is_plain]
+    beside = [c for c in found.packings if c.outcome.setting.is_plain and c.fits]
     if beside:
         return f"{said}: it does {gain(outcome.option, beside[0].outcome.option, 'simulated')}."
     return (

@@ -108,8 +108,10 @@ def _run(args: argparse.Namespace) -> int:
         from megatron_wlb.study.plot_packings import plot_trade_off
 
         plot_trade_off(tuning, f"{title}\n{cost}", args.plot)
+    fits = job.original_fits(run)
     if args.json:
-        print(json.dumps({"layout": job.sizes} | as_dict(tuning), indent=1))
+        head = {"layout": job.sizes, "original_fits": fits}
+        print(json.dumps(head | as_dict(tuning), indent=1))
         return 0
     out = console()
     out.print(
@@ -117,7 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost}"
     out.print(_judged(tuning, f"{held_out}; mean delay up to {steps_of(args.max_delay)}"))
-    say(out, _advice(tuning))
+    say(out, _advice(tuning, fits=fits is not False))
     out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
     if args.plot:
         say(out, f"picture: {args.plot}")
@@ -199,7 +201,7 @@ def _no_warnings_of_backlogs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _advice(tuning: Tuning) -> str:
+def _advice(tuning: Tuning, *, fits: bool) -> str:
     chosen, original = tuning.chosen, tuning.original
     limit = f"a mean delay of {steps_of(tuning.max_delay)} (--max-delay)"
     if chosen is original:
@@ -207,5 +209,6 @@ def _advice(tuning: Tuning) -> str:
     kept = "The defaults cannot be bettered here; a" if tuning.keeps_default else "A"
     return (
         f"{kept}dd this to the training command; within {limit} it does "
-        f"{gain(chosen.option, original.option)}; it delays a token by {chosen.delay:.3f} steps:"
+        f"{gain(chosen.option, original.option, fits=fits)}; it delays a token by "
+        f"{chosen.delay:.3f} steps:"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +133,28 @@ def test_s_max_of_pack_and_simulate_is_the_same_in_a_layout_of_flags(max_tokens)
         for command in ("pack", "simulate --num-seeds 1")
     )
     assert packed == simulated and packed[0] != packed[1]
+
+
+def test_gains_over_what_does_not_fit_memory_say_so(wlb) -> None:
+    """In sentences, JSON and report; where it fits, nothing is said."""
+    one = "--distribution reference --model recipe.yaml --steps 2"
+    commands = {
+        "pack": f"pack {one} --packing original,slim",
+        "simulate": f"simulate {one} --packing slim --num-seeds 1 --report r.html",
+        "plan": f"plan {one} --packing original,slim --refine 1 {LAYOUT}",
+        "dry run": "recipe run recipe.yaml --dry-run",
+    }
+    unfit = {
+        "plan": "no gain over original is told, which fits memory in no layout here",
+        "dry run": "original does not fit memory",
+    }
+    for gib, fits in ((20, False), (60, True)):
+        more = f"--wlb-packing: slim\n  --wlb-memory-gib: {gib}"
+        text = RECIPE.replace("8192", "65536").replace("--wlb-packing: hold", more)
+        Path("recipe.yaml").write_text(text)
+        for command, words in commands.items():
+            assert wlb.json(words)["original_fits"] is fits, command
+            out = re.sub("[\\s│]+", " ", wlb(words).out)
+            said = unfit.get(command, "original, which does not fit memory") in out
+            assert said is not fits, out
+        assert ("the work a second of original, which" in Path("r.html").read_text()) is not fits
