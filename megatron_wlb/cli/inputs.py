@@ -41,6 +41,7 @@ from megatron_wlb.planning.from_config import (
     without_growth,
 )
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.planning.packing.settings import sliced
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import (
     MOST_DEVICES,
@@ -303,6 +304,16 @@ class Job:
                 "wlb_cost out, or give --cost FILE"
             )
         return found
+
+    @property
+    def pp_size(self) -> int:
+        return 1 if self.layout is None else self.layout.pp_size
+
+    def without_slices(self, what: str) -> None:
+        """Notes that packings of slices are left out where there is no pipeline."""
+        if self.pp_size == 1:
+            names = ", ".join(sliced())
+            remark(f"{names} is not {what}, as it gains in pipelines: give --pp-size of 2 or more")
 
     @property
     def sizes(self) -> dict[str, int | None]:

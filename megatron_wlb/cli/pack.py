@@ -15,7 +15,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say, table_of
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.planning.packing import PACKINGS, PackingSettings, kind_of, reads
-from megatron_wlb.planning.packing.settings import run_with
+from megatron_wlb.planning.packing.settings import run_with, sliced
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended, steps_of
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
@@ -33,7 +33,7 @@ packings (--packing a,b,…):
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
   ahead; slim:32 cuts a data-parallel rank's step into 32 units; with --pp-size hold+shape has
   shaped steps, and hold+auto numbers of micro-batches chosen step by step. Default: all but the
-  solver, which takes seconds a step.
+  solver, which takes seconds a step, and without a pipeline (--pp-size) slim, which gains in one.
 
 columns:
   imbalance  max · N / Σ of the modelled times of a step's micro-batches, 1 is perfect: mean over
@@ -59,7 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     inputs.add_source(parser)
     inputs.add_workload(parser)
     group = parser.add_argument_group("what is compared")
-    flag(group, "--packing a,b,…", "default: all but fixed-solver")
+    flag(
+        group,
+        "--packing a,b,…",
+        f"default: all but fixed-solver; {', '.join(sliced())} only with --pp-size",
+    )
     flag(group, "--queue-thresholds L", "of wlb, in tokens", [], of=int)
     flag(group, "--hold-tau X", "of hold", 1.0)
     flag(group, "--delay-price X", "of hold")
@@ -134,10 +138,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _settings(job: inputs.Job, max_tokens: int) -> list[PackingSettings]:
-    args, p = job.args, job.config.parallel
-    pp_size = None if job.layout is None else p.pipeline_model_parallel_size
+    args = job.args
+    if not args.packing:
+        job.without_slices("packed")
     every = [name + form for name in PACKINGS for form in kind_of(name).tried]
-    named = args.packing or run_with(pp_size, every)
+    named = args.packing or run_with(job.pp_size, every)
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
         "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},

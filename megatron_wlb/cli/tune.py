@@ -33,8 +33,9 @@ how it chooses:
   The documents are parted at random. One half is packed with about a hundred settings (number and
   thresholds of wlb's queues; tau and delay price of hold; S_max up to --max-windows), and of those
   with a mean delay within --max-delay the one with the highest modelled throughput is taken. The
-  other half judges it, together with the defaults, original and fixed-greedy: the fastest there
-  within --max-delay is recommended; of equals that with less delay.
+  other half judges it, together with the defaults, original, fixed-greedy and in a pipeline
+  (--pp-size) slim, which has nothing to tune: the fastest there within --max-delay is recommended;
+  of equals that with less delay.
 
 examples:
   wlb tune --distribution reference --max-delay 0.3 --plot trade-off.png
@@ -101,6 +102,7 @@ def _run(args: argparse.Namespace) -> int:
             costs=None if run is None else run.costs,
             progress=progress,
         )
+    job.without_slices("judged")
     s_max = f"S_max up to {max_tokens / job.window:g} windows"
     title = f"{documents.title}, N={number}, window {job.window:,}, {s_max}"
     cost = job.title
@@ -115,7 +117,11 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     out = console()
     out.print(
-        _curve(tuning, f"{title}, {cost}: the best of {len(tuning.tried)} settings, modelled")
+        _curve(
+            tuning,
+            f"{title}, {cost}: the best of {len(tuning.tried)} settings of "
+            f"{', '.join(args.packing)}, modelled",
+        )
     )
     held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost}"
     out.print(_judged(tuning, f"{held_out}; mean delay up to {steps_of(args.max_delay)}"))

@@ -21,7 +21,7 @@ PACK = "pack --distribution reference"
 def rows(wlb):
     def run(*words: object) -> list[dict[str, Any]]:
         result = wlb.json(*words)
-        assert result.keys() == {"layout", "rows"}
+        assert result.keys() == {"layout", "original_fits", "rows"}
         assert all(row.keys() >= KEYS for row in result["rows"])
         return result["rows"]
 

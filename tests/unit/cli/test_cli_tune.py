@@ -45,7 +45,7 @@ def test_last_line_is_what_the_training_command_takes(wlb) -> None:
     own = parse(out.splitlines()[-1].split()).wlb
     assert own.wlb_packing == "wlb" and own.wlb_max_tokens is not None
     assert own.wlb_max_tokens <= 131072
-    assert all(line.startswith("trying settings: ") for line in err.splitlines())
+    assert all(line.startswith(("trying settings: ", "note: slim")) for line in err.splitlines())
     assert "held-out" in out and "original" in out and "default" in out
     assert "modelled" in out
 
