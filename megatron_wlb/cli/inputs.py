@@ -172,7 +172,7 @@ def add_long_documents(group: argparse._ArgumentGroup) -> None:
     flag(group, "--long-documents", about, policies[0], choices=policies)
 
 
-def add_layout(group: argparse._ArgumentGroup, **about: str) -> None:
+def add_division(group: argparse._ArgumentGroup, **about: str) -> None:
     """Flags of how a model is divided; ``about`` a size is said what is not usual."""
     usual = {
         "tp": "tensor-parallel ranks, with sequence parallelism",
@@ -207,7 +207,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     add_packing_rules(group)
     about = "micro-batches are padded to a multiple: TP with sequence parallelism"
     flag(group, "--length-multiple N", f"{about} (default: --model's, or 1)")
-    add_layout(
+    add_division(
         group,
         pp="pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
         "simulation; without any, as long as their slowest micro-batch",

@@ -10,7 +10,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import (
     Job,
     add_cost_file,
-    add_layout,
+    add_division,
     add_micro_batch_size,
     asked,
     cost_of_file,
@@ -50,9 +50,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_cost_file(group, ", also of the hardware's attention")
 
 
-def add_batch(parser: argparse.ArgumentParser) -> None:
+def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout and batch")
-    add_layout(group)
+    add_division(group)
     about = "of a step over all replicas: --global-batch-size ÷ --micro-batch-size"
     flag(group, "--num-micro-batches N", f"{about} (default: --model's, or PP × DP)")
     add_micro_batch_size(group)

@@ -84,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_source(parser)
     scenario.add_model(parser)
-    scenario.add_batch(parser)
+    scenario.add_layout(parser)
     group = parser.add_argument_group("what is compared")
     flag(
         group,
