@@ -112,6 +112,8 @@ class Model:
         Megatron-LM's script is told of it.
         """
         model, beside = told_flags(self.config, self.written, flags_beside(self.words))
+        # What Megatron takes with --swiglu where it is not given is not what a settings file means.
+        model = {**model, "--ffn-hidden-size": self.shape.ffn_hidden_size}
         if self.sizes is not None:
             model = model_flags(self.sizes)
         return {"Model": model, "As --model says": beside}

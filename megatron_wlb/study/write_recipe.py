@@ -96,7 +96,9 @@ def told_flags(
     own = {f.name for f in fields(ModelConfig)}
     for name, value in config.flat().items():
         known, flag = table()[name], flag_of(name)
-        told = flag in written or value != usual[name] or scripts.get(name, value) != value
+        told = flag in written or value != usual[name]
+        if config.model.num_experts or not name.startswith("moe_"):
+            told |= scripts.get(name, value) != value
         if told and not (known.searched or known.layout):
             (model if name in own else beside)[flag] = _value(value)
     beside |= {flag: _value(tuple(values)) or True for flag, values in others.items()}
@@ -118,8 +120,8 @@ def check_model(flags: Flags, shape: ModelShape) -> None:
     unlike = [f.name for f in fields(shape) if getattr(built, f.name) != getattr(shape, f.name)]
     if unlike:
         raise ConfigError(
-            f"no command is printed, as flags of Megatron-LM do not make this model: "
-            f"{', '.join(unlike)} would be another; give --model training settings, not sizes"
+            f"no command is printed, as flags of Megatron-LM make another model, in "
+            f"{', '.join(unlike)}; give --model training settings that say it"
         )
 
 
