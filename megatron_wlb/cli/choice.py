@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import remark
@@ -65,11 +64,3 @@ def num_steps(
     for text in documents.remarks(tokens, window=window, long_documents=args.long_documents):
         remark(text)
     return warm_up, steps
-
-
-def cost_title(args: argparse.Namespace) -> str:
-    if args.cost is not None:
-        return f"cost of {Path(args.cost).name}"
-    if args.model is not None:
-        return f"cost of {Path(args.model).stem} on {args.hardware or 'its hardware'}"
-    return "cost of LLaMA2-7B at 128K"

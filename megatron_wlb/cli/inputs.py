@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 from megatron_wlb.cli.flags import flag
@@ -39,6 +40,7 @@ from megatron_wlb.planning.from_config import (
     without_growth,
 )
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.planning.packing.settings import sliced
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import (
     MOST_DEVICES,
@@ -49,6 +51,7 @@ from megatron_wlb.reading import (
     whole_number,
 )
 from megatron_wlb.settings.config import Config, flag_of, from_flat, table
+from megatron_wlb.settings.megatron import ParallelConfig
 from megatron_wlb.settings.split import PipelineSplit
 from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE
 
@@ -61,6 +64,14 @@ SIZES = {
     "etp_size": "expert_tensor_parallel_size",
 }
 """Flags of a layout, and the settings that they stand for."""
+SPLIT = {
+    "decoder_first_pipeline_num_layers": " N",
+    "decoder_last_pipeline_num_layers": " N",
+    "account_for_embedding_in_pipeline_split": "",
+    "account_for_loss_in_pipeline_split": "",
+    "pipeline_model_parallel_layout": " LAYOUT",
+}
+"""Flags of uneven stages, with what their values are called."""
 ASSUMED = {
     "bf16": True,
     "optimizer": "adam",
@@ -74,6 +85,9 @@ ASSUMED = {
 }
 """What commands predict of a run, whatever ``--model`` says."""
 NUM_MICRO_BATCHES = 4
+PIPELINE = "pp_size", "vpp_size", "dp_size"
+_PLAIN = "VPP", "EP"
+"""Sizes that are not worth a word where they are 1."""
 
 SOURCES = f"""\
 documents, one of:
@@ -157,6 +171,26 @@ def add_long_documents(group: argparse._ArgumentGroup) -> None:
     flag(group, "--long-documents", about, policies[0], choices=policies)
 
 
+def add_division(group: argparse._ArgumentGroup, **about: str) -> None:
+    """Flags of how a model is divided; ``about`` a size is said what is not usual."""
+    usual = {
+        "tp": "tensor-parallel ranks, with sequence parallelism",
+        "cp": "context-parallel ranks",
+        "pp": "pipeline stages",
+        "vpp": "model chunks a pipeline rank (interleaved schedule)",
+        "dp": "data-parallel replicas",
+        "ep": "ranks over which experts are divided, of several replicas where one has too few",
+        "etp": "ranks over which each expert is divided",
+    }
+    for size, text in usual.items():
+        none = "1" if size != "etp" else "TP"
+        said = about.get(size, f"{text} (default: --model's, or {none})")
+        flag(group, f"--{size}-size N", said)
+    about_settings = {f.name: str(f.metadata["help"]) for f in fields(ParallelConfig)}
+    for name, value in SPLIT.items():
+        flag(group, f"{flag_of(name)}{value}", f"{about_settings[name]} (as --model, if none)")
+
+
 def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch and cost")
     about = f"(default: by --model's global_batch_size, or {NUM_MICRO_BATCHES})"
@@ -172,19 +206,12 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     add_packing_rules(group)
     about = "micro-batches are padded to a multiple: TP with sequence parallelism"
     flag(group, "--length-multiple N", f"{about} (default: --model's, or 1)")
-    flag(
+    add_division(
         group,
-        "--dp-size N",
-        "data-parallel ranks that share a step (default: --model's, or 1 with --pp-size)",
-    )
-    flag(
-        group,
-        "--pp-size N",
-        "pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
+        pp="pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
         "simulation; without any, as long as their slowest micro-batch",
+        dp="data-parallel ranks that share a step (default: --model's, or 1 with --pp-size)",
     )
-    flag(group, "--vpp-size N", "model chunks a stage (VPP)")
-    flag(group, "--ep-size N", "ranks over which experts are divided (default: --model's, or 1)")
     add_model_flag(group)
     flag(group, "--hardware NAME|FILE", "of --model (default: h100-sxm)")
     add_cost_file(group)
@@ -246,10 +273,10 @@ class Job:
         return run.executed(kernels="fused")  # as on a GPU
 
     def known_run(self, number: int) -> Run | None:
-        """Describes the run as :meth:`run` does; None where ``--model`` is sizes alone, or nothing
-        tells what shares the work.
+        """Describes the run as :meth:`run` does; None without ``--model``, or where nothing tells
+        what shares the work.
         """
-        if self.layout is None or self.model.sizes is not None or self.args.model is None:
+        if self.layout is None or self.args.model is None:
             return None
         return self.run(number, None if self.config.wlb.wlb_cost == "analytic" else self.cost)
 
@@ -267,7 +294,8 @@ class Job:
         if self.model.sizes is not None:
             if args.cost is not None:
                 return cost_of_file(args, self.shape)
-            return AnalyticModel(self.shape, Execution(), self.machine).cost()
+            execution = Execution(self.layout or parallelism(self.config))
+            return AnalyticModel(self.shape, execution, self.machine).cost()
         found = known_cost(self.config, self.shape.vocab_size)
         if found is None:
             raise ConfigError(
@@ -275,6 +303,54 @@ class Job:
                 "wlb_cost out, or give --cost FILE"
             )
         return found
+
+    @property
+    def pp_size(self) -> int:
+        return 1 if self.layout is None else self.layout.pp_size
+
+    def without_slices(self, what: str) -> None:
+        """Notes that packings of slices are left out where there is no pipeline."""
+        if self.pp_size == 1:
+            names = ", ".join(sliced())
+            remark(f"{names} is not {what}, as it gains in pipelines: give --pp-size of 2 or more")
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """How the model is divided, by size; None where nothing tells. JSON-able."""
+        p, known = self.layout or parallelism(self.config), self.args.model is not None
+        own = {name: getattr(p, name) for name in ("tp_size", "cp_size") if known}
+        shared = ("pp_size", "vpp_size", "dp_size") if self.layout else ()
+        experts = ("ep_size",) if self.shape.experts else ()
+        found = own | {name: getattr(p, name) for name in (*shared, *experts)}
+        return {name: found.get(name) for name in ("tp_size", "cp_size", *PIPELINE, "ep_size")}
+
+    @property
+    def title(self) -> str:
+        """What the cost is of, and how the model is divided."""
+        args, machine = self.args, Path(self.config.wlb.wlb_hardware).stem
+        cost = "LLaMA2-7B at 128K"
+        if args.cost is not None:
+            cost = Path(args.cost).name
+        elif args.model is not None:
+            cost = f"{Path(args.model).stem} on {machine}"
+        named = {name.removesuffix("_size").upper(): n for name, n in self.sizes.items()}
+        said = " × ".join(
+            f"{name} {n}" for name, n in named.items() if n and (n > 1 or name not in _PLAIN)
+        )
+        return f"cost of {cost}, {said}" if said else f"cost of {cost}"
+
+    def original_fits(self, run: Run | None) -> bool | None:
+        """Whether `original` fits the memory of ``run``; None where that is not known."""
+        run = run or self._own_devices
+        return None if run is None else run.fits_windows
+
+    @cached_property
+    def _own_devices(self) -> Run | None:
+        """A run of micro-batches that each have devices of their own, if TP or CP says how many."""
+        p, number = parallelism(self.config), max(self.numbers)
+        if self.args.model is None or p.tp_size * p.cp_size == 1:
+            return None
+        return replace(self, layout=replace(p, dp_size=number)).run(number)
 
     @property
     def _asked_tokens(self) -> int | None:
@@ -291,6 +367,7 @@ class Job:
         memory of ``run``, where it is known, but at least one.
         """
         row, asked = self.micro_batch_size * self.window, self._asked_tokens
+        run = run or self._own_devices
         if run is None or asked is not None:
             return asked or 2 * row
         least = "one window" if row == self.window else f"{self.micro_batch_size} windows"
@@ -402,10 +479,11 @@ def divided(args: argparse.Namespace, config: Config, *, as_model: bool, keep_vp
     for name, size in given.items():
         if size is not None:
             whole_number(flag_of(name), size, 1, MOST_DEVICES)
+    values = {} if given["tp_size"] is None else {"sequence_parallel": given["tp_size"] > 1}
     p = config.parallel
     own: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(PipelineSplit)}
     same = as_model and given["pp_size"] in (None, p.pipeline_model_parallel_size)
-    values = config.flat()
+    values = config.flat() | values
     if PipelineSplit(**own).given or not (same and given["vpp_size"] in (None, p.vpp_size)):
         values |= own
     if not (same or keep_vpp):
@@ -437,6 +515,9 @@ def read_job(args: argparse.Namespace) -> Job:
     Without a pipeline or devices ``--model`` does not tell what shares the work. Raises
     :class:`ConfigError` for a file that is none, and values that cannot be.
     """
+    if args.model is None and (args.tp_size or args.cp_size):
+        name = "--tp-size" if args.tp_size else "--cp-size"
+        raise ConfigError(f"{name} divides the model of --model; give that as well")
     model = Model(Config()) if args.model is None else read_model(args.model)
     config = asked(args, model)
     own = config.parallel.pipeline_model_parallel_size
@@ -450,7 +531,7 @@ def read_job(args: argparse.Namespace) -> Job:
     if args.model is None:
         shape = load_model("7b")  # the reference cost's
     elif model.sizes is not None:
-        shape = padded_vocabulary(model.sizes, 1)
+        shape = padded_vocabulary(model.sizes, config.parallel.tensor_model_parallel_size)
     else:
         vocab_size = padded_vocab_size(config, _vocab_size(args, config))
         shape = replace(model.shape, vocab_size=vocab_size)

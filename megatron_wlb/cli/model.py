@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +14,12 @@ from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import batch, model_shape
-from megatron_wlb.planning.from_words import settings_of
+from megatron_wlb.planning.from_words import flags_beside, settings_of, settings_of_script
 from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import Recipe, read_recipe
 from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE
+from megatron_wlb.study.write_recipe import Flags, batch_flags, model_flags, told_flags
 
 MODELS = """\
 model:
@@ -35,11 +37,16 @@ class Model:
 
     config: Config
     """Training settings; the defaults where it is sizes alone."""
-    written: frozenset[str] = frozenset()
-    """Flags that the file gives; none where it is sizes alone."""
+    words: tuple[str, ...] = ()
+    """The file as a command line; empty where it is sizes alone."""
     sizes: ModelShape | None = None
     """What a name or a file of sizes says; the vocabulary is not padded."""
     recipe: Recipe | None = None
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Flags that the file gives."""
+        return frozenset(word for word in self.words if word.startswith("--"))
 
     @property
     def window(self) -> int | None:
@@ -95,6 +102,39 @@ class Model:
         config = replace(self.config, training=replace(self.config.training, bf16=True))
         return model_shape(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
 
+    def with_settings(self, config: Config) -> Model:
+        """The same with flags over its settings."""
+        return replace(self, config=config)
+
+    @property
+    def flags(self) -> dict[str, Flags]:
+        """By heading, what it says of the model and beside it that no search decides, and how
+        Megatron-LM's script is told of it.
+        """
+        model, beside = told_flags(self.config, self.written, flags_beside(self.words))
+        # What Megatron takes with --swiglu where it is not given is not what a settings file means.
+        model = {**model, "--ffn-hidden-size": self.shape.ffn_hidden_size}
+        if self.sizes is not None:
+            model = model_flags(self.sizes)
+        return {"Model": model, "As --model says": beside}
+
+    def batch_flags(self, num_windows: int, *, bits: bool = True) -> Flags:
+        """How Megatron-LM's script is told of the batch."""
+        m, window = self.config.model, self.config.data.seq_length
+        positions = max(self.shape.learned_positions, m.max_position_embeddings or 0)
+        precision = "fp16" if "--fp16" in self.words else "bf16"
+        return batch_flags(window, num_windows, positions=positions, bits=precision if bits else "")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What a recipe exports."""
+        return self.recipe.environment if self.recipe else {}
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Variables of a recipe that nobody has set."""
+        return self.recipe.unresolved if self.recipe else ()
+
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
     about = "7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe"
@@ -116,6 +156,7 @@ def read_model(name_or_path: str) -> Model:
         if flag_of("MODEL_ARGS") in words:
             recipe = read_recipe(path, os.environ)
             words = list(recipe.arguments)
-        return Model(settings_of(words), frozenset(words), recipe=recipe)
+        read = settings_of if recipe is None else settings_of_script
+        return Model(read(words), tuple(words), recipe=recipe)
     except ConfigError as error:
         raise ConfigError(f"--model {name_or_path}: {error}") from None

@@ -10,12 +10,12 @@ from typing import Any
 from rich.table import Table
 
 from megatron_wlb.cli import inputs
-from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
+from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say, table_of
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.planning.packing import PACKINGS, PackingSettings, kind_of, reads
-from megatron_wlb.planning.packing.settings import run_with
+from megatron_wlb.planning.packing.settings import run_with, sliced
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended, steps_of
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
@@ -33,7 +33,7 @@ packings (--packing a,b,…):
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
   ahead; slim:32 cuts a data-parallel rank's step into 32 units; with --pp-size hold+shape has
   shaped steps, and hold+auto numbers of micro-batches chosen step by step. Default: all but the
-  solver, which takes seconds a step.
+  solver, which takes seconds a step, and without a pipeline (--pp-size) slim, which gains in one.
 
 columns:
   imbalance  max · N / Σ of the modelled times of a step's micro-batches, 1 is perfect: mean over
@@ -49,7 +49,8 @@ columns:
 examples:
   wlb pack --distribution reference
   wlb pack corpora/books --window 32768 --num-micro-batches 8,16 --plot packings.png
-  wlb pack --lengths lengths.txt --packing original,wlb:3,hold --model 7b.yaml --pp-size 4
+  wlb pack --lengths lengths.txt --packing original,wlb:3,hold --model 7b.yaml \\
+      --tp-size 4 --cp-size 2 --pp-size 4
 """
 
 
@@ -58,7 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     inputs.add_source(parser)
     inputs.add_workload(parser)
     group = parser.add_argument_group("what is compared")
-    flag(group, "--packing a,b,…", "default: all but fixed-solver")
+    flag(
+        group,
+        "--packing a,b,…",
+        f"default: all but fixed-solver; {', '.join(sliced())} only with --pp-size",
+    )
     flag(group, "--queue-thresholds L", "of wlb, in tokens", [], of=int)
     flag(group, "--hold-tau X", "of hold", 1.0)
     flag(group, "--delay-price X", "of hold")
@@ -68,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--solver-limit S", "of fixed-solver: about so many seconds a search", 1.0)
     output = parser.add_argument_group("output")
     flag(output, "--plot FILE", "picture of the table, PNG")
-    output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
+    output.add_argument("--json", action="store_true", help='print {"rows": […], …}')
     parser.set_defaults(run=_run)
 
 
@@ -107,35 +112,37 @@ def _run(args: argparse.Namespace) -> int:
     )
     evaluations = _evaluate(args, cases, warm_up, steps, costs)
     # The solver packs other steps, so nothing is over `original` there.
+    fits = job.original_fits(runs[max(job.numbers)])
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.is_plain}
     rows = [
         e.row(None if e.setting.name == "fixed-solver" else originals.get(e.num_micro_batches))
         for e in evaluations
     ]
     title = f"{documents.title}, window {job.window:,}, S_max {max_tokens / job.window:g} windows"
-    cost = cost_title(args)
+    cost = job.title
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_packings
 
         plot_packings(evaluations, f"{title}\n{cost}", args.plot)
     if args.json:
-        print(json.dumps({"rows": rows}, indent=1))
+        print(json.dumps({"layout": job.sizes, "original_fits": fits, "rows": rows}, indent=1))
         return 0
     out = console()
     out.print(
         _table(rows, f"{title}, {cost}: {steps} steps, seed {args.seed}; modelled", out.width)
     )
-    say(out, _advice(evaluations, args.max_delay))
+    say(out, _advice(evaluations, args.max_delay, fits=fits is not False))
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0
 
 
 def _settings(job: inputs.Job, max_tokens: int) -> list[PackingSettings]:
-    args, p = job.args, job.config.parallel
-    pp_size = None if job.layout is None else p.pipeline_model_parallel_size
+    args = job.args
+    if not args.packing:
+        job.without_slices("packed")
     every = [name + form for name in PACKINGS for form in kind_of(name).tried]
-    named = args.packing or run_with(pp_size, every)
+    named = args.packing or run_with(job.pp_size, every)
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
         "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
@@ -215,7 +222,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
+def _advice(evaluations: Sequence[Evaluation], max_delay: float, *, fits: bool) -> str:
     """One sentence on what to train with, for the largest N."""
     number = max(e.num_micro_batches for e in evaluations)
     at_hand = [e for e in evaluations if e.num_micro_batches == number]
@@ -237,7 +244,7 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
             f"At N={number} nothing within {limit} is faster than original, which has imbalance "
             f"{chosen.imbalance:.3f}: keep it ('wlb tune' looks for settings that are)."
         )
-    gained = "" if original is None else f"; it does {gain(best, original)}"
+    gained = "" if original is None else f"; it does {gain(best, original, fits=fits)}"
     was = "" if original is None else f" instead of {original.imbalance:.3f}"
     memory = ""
     if chosen.setting.kind.slices:

@@ -27,6 +27,7 @@ from megatron_wlb.cli.output import (
 from megatron_wlb.cli.scenario import (
     MACHINES,
     RECOMPUTE,
+    add_expert_imbalance,
     add_model,
     machine_title,
 )
@@ -51,6 +52,7 @@ STEPS = 40
 HEADROOM = 0.05
 NUM_TUNED = 36
 """Packings and S_max that are simulated of the best layouts, about."""
+UNFIT_ANYWHERE = "no gain over original is told, which fits memory in no layout here"
 SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size")
 
 _EPILOG = f"""\
@@ -107,8 +109,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     about = f"as for wlb simulate (default: {','.join(Space.packings)})"
     flag(group, "--packing a,b,…", about)
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
-    about = "memory of a rank whose experts get so many times the mean rank's tokens"
-    flag(group, "--expert-imbalance X", about, 1.0)
+    add_expert_imbalance(group)
     inputs.add_long_documents(group)
     flag(group, "--refine N", "layouts to simulate", 8)
     flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
@@ -139,13 +140,14 @@ def _run(args: argparse.Namespace) -> int:
     model = read_model(args.model)
     packings = args.packing or Space.packings
     config = inputs.asked(args, model)
+    model = model.with_settings(config)
     hardware = config.wlb.wlb_hardware
     machine_name = machine_title(args.model, hardware, args.num_devices)
     documents = inputs.source(args, config.data.seq_length, config)
     space = _space(args, model, config, packings)
     if args.strategies:
         check_shape(space.shape, f"--model {args.model}")
-        return plan_strategies.run(args, documents, space, hardware)
+        return plan_strategies.run(args, documents, space, model)
     if args.fp32:
         raise ConfigError(
             "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "
@@ -177,22 +179,21 @@ def _run(args: argparse.Namespace) -> int:
             ),
         )
     best = found.best
-    scenario, outcome = best.candidate.scenario, best.outcome
-    balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, hardware)
+    run, outcome = best.candidate.scenario, best.outcome
+    balance = recipe.balance_flags(run, outcome.flags, outcome.sharding, hardware)
     sections = {
-        "Model": {
-            **recipe.model_flags(space.shape),
-            **recipe.fp8_flags(model.config.training),
-        },
-        "Layout": recipe.layout_flags(scenario),
-        "Batch": recipe.batch_flags(scenario),
+        **model.flags,
+        "Layout": recipe.layout_flags(run),
+        "Batch": model.batch_flags(run.num_micro_batches),
         "Workload balance": balance,
     }
     flags = {flag: value for section in sections.values() for flag, value in section.items()}
+    recipe.check_model(flags, space.shape)
     machine = space.num_devices, space.hardware.devices_per_node
-    command = recipe.command(flags, *machine)
+    command = recipe.command(flags, *machine, model.environment, model.variables)
     if args.out:
-        text = recipe.recipe(sections, *machine, _remarks(machine_name, found))
+        remarks = _remarks(machine_name, found, recipe.to_add(flags))
+        text = recipe.recipe(sections, *machine, remarks, model.environment)
         write_text(args.out, text)
     if args.json:
         print(json.dumps(_json(found, flags, command), indent=1))
@@ -202,7 +203,7 @@ def _run(args: argparse.Namespace) -> int:
     out.print(_rejected(found))
     for line in [_verdict(found), *_best_of_each(found)]:
         say(out, line)
-    out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.TO_ADD}")
+    out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.to_add(flags)}")
     out.print(command, soft_wrap=True)
     if args.out:
         out.print(f"recipe: {args.out}")
@@ -234,7 +235,7 @@ def _space(
     return Space(
         shape=model.shape,
         execution=Execution(
-            expert_imbalance=args.expert_imbalance,
+            expert_imbalance=config.wlb.wlb_expert_imbalance,
             replicas_meet=config.replicas_meet,
             merges=config.merges,
             host_gib=config.wlb.wlb_host_gib,
@@ -254,7 +255,7 @@ def _space(
     )
 
 
-def _remarks(machine: str, found: Search) -> str:
+def _remarks(machine: str, found: Search, to_add: str) -> str:
     best = found.best
     scenario, outcome = best.candidate.scenario, best.outcome
     return (
@@ -263,7 +264,7 @@ def _remarks(machine: str, found: Search) -> str:
         f"Simulated, not measured: MFU {outcome.mfu:.1%}, {outcome.tokens_per_s:,.0f} tokens/s, "
         f"{outcome.step_us / 1e3:,.0f} ms a step, peak {outcome.peak_bytes / GIB:.1f} GiB.\n"
         f"Made by: {shlex.join(['wlb', *sys.argv[1:]])}\n"
-        f"Left to add: {recipe.TO_ADD};\n"
+        f"Left to add: {to_add};\n"
         "and as you like --split, --save, --load, --save-interval and the optimizer."
     )
 
@@ -272,6 +273,7 @@ def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
     base = (found.original or found.best).outcome
     return {
         "simulated": True,
+        "original_fits": found.original_fits,
         "ranked": [
             _layout(choice.candidate.scenario)
             | {
@@ -367,9 +369,10 @@ def _rejected(found: Search) -> Table:
 def _best_of_each(found: Search) -> list[str]:
     """A line of each packing: the best layout that was simulated with it."""
     base = (found.original or found.best).outcome
+    over = "original's best" if found.original else "the best"
     return [
         f"{choice.outcome.title}: best on {title(choice.candidate.scenario.parallelism)}, MFU "
-        f"{choice.outcome.mfu:.1%}, {choice.outcome.speedup(base):.2f} × original's best"
+        f"{choice.outcome.mfu:.1%}, {choice.outcome.speedup(base):.2f} × {over}"
         for choice in found.of_each
         if choice.fits
     ]
@@ -383,9 +386,11 @@ def _verdict(found: Search) -> str:
     if outcome.delay_steps > found.max_delay:
         said = f"Nothing that was simulated keeps within {limit} (--max-delay); fastest"
     said += f": {title(best.candidate.scenario.parallelism)}, {outcome.title}"
-    if original is None or original is best:
+    if original is None:
+        return f"{said}." if found.original_fits is None else f"{said}; {UNFIT_ANYWHERE}."
+    if original is best:
         return f"{said}."
-    beside = [c for c in found.packings if c.outcome.setting.is_plain]
+    beside = [c for c in found.packings if c.outcome.setting.is_plain and c.fits]
     if beside:
         return f"{said}: it does {gain(outcome.option, beside[0].outcome.option, 'simulated')}."
     return (

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_wlb.cli.choice import num_steps
+from megatron_wlb.cli.model import Model
 from megatron_wlb.cli.output import console, progress_bar, say, table_of
 from megatron_wlb.cli.scenario import machine_title
 from megatron_wlb.cost.execution import Execution
@@ -31,7 +32,7 @@ WORTH_SAYING = 1.005
 """A speed-up below it is none."""
 
 
-def run(args: argparse.Namespace, documents: LengthSource, searched: Space, hardware: str) -> int:
+def run(args: argparse.Namespace, documents: LengthSource, searched: Space, model: Model) -> int:
     """Proposes, simulates and shows."""
     if searched.fixed:
         given = ", ".join(flag_of(name) for name in searched.fixed)
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space, hard
             "give one"
         )
     window, (windows,) = searched.window, searched.num_micro_batches
+    hardware = model.config.wlb.wlb_hardware
     documents.check(window=window, long_documents=args.long_documents)
     _, steps = num_steps(
         args,
@@ -77,29 +79,28 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space, hard
     out.print(_where(found))
     say(out, _verdict(found))
     if args.out:
-        out.print(f"strategies: {args.out}; train with them, {recipe.TO_ADD} added:")
-        out.print(_command(args.out, searched, space, hardware), soft_wrap=True)
+        flags = _flags(args.out, searched, space, model)
+        out.print(f"strategies: {args.out}; train with them, {recipe.to_add(flags)} added:")
+        machine = searched.num_devices, space.cluster.devices_per_node
+        command = recipe.command(flags, *machine, model.environment, model.variables)
+        out.print(command, soft_wrap=True)
     return 0
 
 
-def _command(out: Path, searched: Space, space: StrategySpace, hardware: str) -> str:
+def _flags(out: Path, searched: Space, space: StrategySpace, model: Model) -> recipe.Flags:
     """The command line whose replicas fit memory as they are priced here."""
     flags: recipe.Flags = {
-        **recipe.model_flags(searched.shape),
-        "--max-position-embeddings": searched.window,
-        "--micro-batch-size": 1,
+        **{flag: value for told in model.flags.values() for flag, value in told.items()},
+        **model.batch_flags(searched.num_micro_batches[0], bits=space.execution.bf16),
         **({"--expert-model-parallel-size": space.ep_size} if space.ep_size > 1 else {}),
         **({"--expert-tensor-parallel-size": 1} if space.etp_size else {}),
-        "--seq-length": searched.window,
-        "--global-batch-size": searched.num_micro_batches[0],
-        **({"--bf16": True} if space.execution.bf16 else {}),
         **recipe.recompute_flags(space.recompute),
         "--wlb-strategies": str(out),
-        "--wlb-hardware": hardware,
+        "--wlb-hardware": model.config.wlb.wlb_hardware,
         **({} if space.memory_gib is None else {"--wlb-memory-gib": space.memory_gib}),
     }
-    machine = searched.num_devices, space.cluster.devices_per_node
-    return recipe.command(flags, *machine)
+    recipe.check_model(flags, searched.shape)
+    return flags
 
 
 def _expert_ranks(searched: Space) -> int:

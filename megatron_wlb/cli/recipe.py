@@ -193,6 +193,7 @@ def _notes(recipe: Recipe) -> None:
 
 
 def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
+    unfit = "" if found.original_fits else "; original does not fit memory"
     windows, fitting = found.max_tokens / found.window, found.fitting_tokens / found.window
     rows = {
         "parameters": f"{found.parameters / 1e9:.2f} billion",
@@ -209,7 +210,7 @@ def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
         "tokens a second": f"{found.tokens_per_s:,.0f}",
         "documents": f"lengths {found.documents}",
         f"{found.packing} against original": f"{found.speedup:.2f}×, net of all that stock "
-        f"Megatron may overlap {found.net_speedup:.2f}×",
+        f"Megatron may overlap {found.net_speedup:.2f}×{unfit}",
         "Megatron's parser": "not asked: no --megatron" if checkout is None else "takes the flags",
     }
     return facts(f"{recipe.path}, modelled", rows)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import (
     Job,
     add_cost_file,
+    add_division,
     add_micro_batch_size,
     asked,
     cost_of_file,
@@ -21,8 +22,7 @@ from megatron_wlb.cost import Recompute
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
-from megatron_wlb.settings.config import flag_of, from_flat
-from megatron_wlb.settings.megatron import ParallelConfig
+from megatron_wlb.settings.config import from_flat
 
 RECOMPUTE = {
     "none": Recompute(),
@@ -30,15 +30,6 @@ RECOMPUTE = {
     "full": Recompute("full", "uniform", 1),
 }
 """Core attention, or every layer for itself."""
-
-SPLIT = {
-    "decoder_first_pipeline_num_layers": " N",
-    "decoder_last_pipeline_num_layers": " N",
-    "account_for_embedding_in_pipeline_split": "",
-    "account_for_loss_in_pipeline_split": "",
-    "pipeline_model_parallel_layout": " LAYOUT",
-}
-"""Flags of uneven stages, with what their values are called."""
 
 MACHINES = """\
 machine:
@@ -61,28 +52,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout and batch")
-    for size, text in (
-        ("tp", "tensor-parallel ranks, with sequence parallelism"),
-        ("cp", "context-parallel ranks"),
-        ("pp", "pipeline stages"),
-        ("vpp", "model chunks a pipeline rank (interleaved schedule)"),
-        ("dp", "data-parallel replicas"),
-        ("ep", "ranks over which experts are divided, of several replicas where one has too few"),
-        ("etp", "ranks over which each expert is divided"),
-    ):
-        none = "1" if size != "etp" else "TP"
-        flag(group, f"--{size}-size N", f"{text} (default: --model's, or {none})")
-    about_settings = {f.name: str(f.metadata["help"]) for f in fields(ParallelConfig)}
-    for name, value in SPLIT.items():
-        flag(group, f"{flag_of(name)}{value}", f"{about_settings[name]} (as --model, if none)")
+    add_division(group)
     about = "of a step over all replicas: --global-batch-size ÷ --micro-batch-size"
     flag(group, "--num-micro-batches N", f"{about} (default: --model's, or PP × DP)")
     add_micro_batch_size(group)
     flag(group, "--recompute", "activations (default: --model's, or none)", choices=RECOMPUTE)
-    about = "memory of a rank whose experts get so many times the mean rank's tokens"
-    flag(group, "--expert-imbalance X", f"{about} (default: --model's, or 1)")
+    add_expert_imbalance(group)
     about = "reduce gradients after the last backward instead of beside it"
     flag(group, "--no-overlap-grad-reduce", about)
+
+
+def add_expert_imbalance(group: argparse._ArgumentGroup) -> None:
+    about = "memory of a rank whose experts get so many times the mean rank's tokens"
+    flag(group, "--expert-imbalance X", f"{about} (default: --model's, or 1)")
 
 
 def read_job(args: argparse.Namespace) -> Job:

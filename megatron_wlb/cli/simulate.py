@@ -45,6 +45,7 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import run_with, sliced
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import unknown, whole_number
+from megatron_wlb.study.advice import UNFIT
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
@@ -153,14 +154,25 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         rows = [outcome.row(original) for outcome in outcomes]
         stocks = [one.row(original) for one in best]
-        print(json.dumps({"simulated": True, "rows": rows, "overlapped": stocks}, indent=1))
+        fits = not original.out_of_memory
+        said = {"simulated": True, "original_fits": fits, "rows": rows, "overlapped": stocks}
+        print(json.dumps(said, indent=1))
         return 0
     out = console()
     out.print(_table(args, base, outcomes, heading))
     too_large = [f"{one.title}, {one.out_of_memory}" for one in outcomes if one.out_of_memory]
-    for line in [*too_large[:1], *_net(base, outcomes, best), *written]:
+    for line in [*too_large[:1], *_unfit(original), *_net(base, outcomes, best), *written]:
         say(out, line)
     return 0
+
+
+def _unfit(original: Outcome) -> Iterator[str]:
+    """What speed-ups are worth where the run that they are over cannot be."""
+    if original.out_of_memory:
+        yield (
+            f"all speed-ups are over {UNFIT}: recompute more (--recompute full), or use more TP, "
+            "CP or PP, and compare with a run that can be"
+        )
 
 
 def _net(base: Run, outcomes: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str]:
@@ -171,8 +183,8 @@ def _net(base: Run, outcomes: Sequence[Outcome], best: Sequence[Outcome]) -> Ite
             for title, alike in groupby(outcomes[1:], attrgetter("title"))
         )
         yield (
-            f"original with {base.more_overlap}, which plans turn off: "
-            f"{stock.speedup(outcomes[0]):.2f}×; net of that {', '.join(gains)}"
+            f"{f'{UNFIT},' if stock.out_of_memory else 'original'} with {base.more_overlap}, which "
+            f"plans turn off: {stock.speedup(outcomes[0]):.2f}×; net of that {', '.join(gains)}"
         )
 
 

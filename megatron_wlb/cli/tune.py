@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from megatron_wlb.cli import inputs
-from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
+from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say, table_of
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
@@ -33,13 +33,15 @@ how it chooses:
   The documents are parted at random. One half is packed with about a hundred settings (number and
   thresholds of wlb's queues; tau and delay price of hold; S_max up to --max-windows), and of those
   with a mean delay within --max-delay the one with the highest modelled throughput is taken. The
-  other half judges it, together with the defaults, original and fixed-greedy: the fastest there
-  within --max-delay is recommended; of equals that with less delay.
+  other half judges it, together with the defaults, original, fixed-greedy and in a pipeline
+  (--pp-size) slim, which has nothing to tune: the fastest there within --max-delay is recommended;
+  of equals that with less delay.
 
 examples:
   wlb tune --distribution reference --max-delay 0.3 --plot trade-off.png
   wlb tune corpora/books --window 32768 --num-micro-batches 16 --packing wlb
-  wlb tune --lengths lengths.npy --model 7b.yaml --hardware h200 --pp-size 4 --dp-size 2
+  wlb tune --lengths lengths.npy --model 7b.yaml --hardware h200 --tp-size 4 --pp-size 4 \\
+      --dp-size 2
 """
 
 
@@ -100,23 +102,30 @@ def _run(args: argparse.Namespace) -> int:
             costs=None if run is None else run.costs,
             progress=progress,
         )
+    job.without_slices("judged")
     s_max = f"S_max up to {max_tokens / job.window:g} windows"
     title = f"{documents.title}, N={number}, window {job.window:,}, {s_max}"
-    cost = cost_title(args)
+    cost = job.title
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_trade_off
 
         plot_trade_off(tuning, f"{title}\n{cost}", args.plot)
+    fits = job.original_fits(run)
     if args.json:
-        print(json.dumps(as_dict(tuning), indent=1))
+        head = {"layout": job.sizes, "original_fits": fits}
+        print(json.dumps(head | as_dict(tuning), indent=1))
         return 0
     out = console()
     out.print(
-        _curve(tuning, f"{title}, {cost}: the best of {len(tuning.tried)} settings, modelled")
+        _curve(
+            tuning,
+            f"{title}, {cost}: the best of {len(tuning.tried)} settings of "
+            f"{', '.join(args.packing)}, modelled",
+        )
     )
     held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost}"
     out.print(_judged(tuning, f"{held_out}; mean delay up to {steps_of(args.max_delay)}"))
-    say(out, _advice(tuning))
+    say(out, _advice(tuning, fits=fits is not False))
     out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
     if args.plot:
         say(out, f"picture: {args.plot}")
@@ -198,7 +207,7 @@ def _no_warnings_of_backlogs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _advice(tuning: Tuning) -> str:
+def _advice(tuning: Tuning, *, fits: bool) -> str:
     chosen, original = tuning.chosen, tuning.original
     limit = f"a mean delay of {steps_of(tuning.max_delay)} (--max-delay)"
     if chosen is original:
@@ -206,5 +215,6 @@ def _advice(tuning: Tuning) -> str:
     kept = "The defaults cannot be bettered here; a" if tuning.keeps_default else "A"
     return (
         f"{kept}dd this to the training command; within {limit} it does "
-        f"{gain(chosen.option, original.option)}; it delays a token by {chosen.delay:.3f} steps:"
+        f"{gain(chosen.option, original.option, fits=fits)}; it delays a token by "
+        f"{chosen.delay:.3f} steps:"
     )

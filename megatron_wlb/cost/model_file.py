@@ -61,6 +61,8 @@ def load_model(name_or_path: str) -> ModelShape:
         if content.get("latent") is not None:
             content["latent"] = record("latent: ", Latent, content["latent"])
         content = _heads(content) | content
+        if content.get("latent") or content.get("learned_positions"):
+            content.setdefault("rotary_percent", 0.0)
         layers = {name: content.pop(name) for name in _LAYERS if name in content}
         ahead = layers.pop("mtp_num_layers", 0)
         shape = ModelShape(**content)

@@ -16,6 +16,7 @@ from megatron_wlb.cost.layers import Layer, Part, Runs, check_sizes, slices
 from megatron_wlb.cost.parts import Attention, Experts, FeedForward, Latent, LatentAttention
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_DEVICES, MOST_LAYERS, whole_number
+from megatron_wlb.settings import split
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +320,7 @@ class Parallelism:
         Raises :class:`ConfigError` where stages, heads, groups, FFN or vocabulary do not divide, or
         ``stage_layers`` are not those of the model.
         """
-        num = self.num_stages
+        num, chunks = self.num_stages, (self.pp_size, self.vpp_size)
         layers = self.stage_layers
         if layers is not None:
             fits = len(layers) == num and sum(layers) == shape.num_layers
@@ -332,7 +333,7 @@ class Parallelism:
         elif shape.num_layers % num:
             raise ConfigError(
                 f"{shape.num_layers} layers do not divide over {num} model chunks (PP × VPP); "
-                "choose a multiple"
+                f"choose a multiple, or give {split.remedy(shape.num_layers, *chunks)}"
             )
         else:
             layers = (shape.num_layers // num,) * num

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse_known, taken_out
-from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.config import Config, script_defaults
 
 _NOT_MODELLED = {
     "--use-torch-fsdp2",
@@ -18,6 +18,8 @@ _NOT_MODELLED = {
     "--hybrid-override-pattern", "--cpu-offloading-num-layers",
 }  # fmt: skip
 _PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
+_SEARCHED = {_PER_VIRTUAL_STAGE, "--recompute-activations", "--recompute-modules", "--fp16"}
+"""What commands that search decide by other flags."""
 
 
 def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Config:
@@ -59,3 +61,26 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
         parallel = dataclasses.replace(config.parallel, num_virtual_stages_per_pipeline_rank=vpp)
         config = dataclasses.replace(config, parallel=parallel)
     return config
+
+
+def settings_of_script(arguments: Sequence[str]) -> Config:
+    """As :func:`settings_of`, with the defaults of Megatron-LM's script."""
+    config = settings_of(arguments, script_defaults())
+    model = config.model
+    if model.swiglu and model.ffn_hidden_size is None:  # as many weights as without a gate
+        model = dataclasses.replace(model, ffn_hidden_size=model.hidden_size * 8 // 3 // 64 * 64)
+    return dataclasses.replace(config, model=model)
+
+
+def flags_beside(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Megatron's flags that no setting stands for, with their values, but for those that a search
+    decides.
+    """
+    flags: dict[str, list[str]] = {}
+    for word in parse_known(arguments)[1]:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            values = flags[flag] = [value] if equals else []
+        else:
+            values.append(word)
+    return {flag: values for flag, values in flags.items() if flag not in _SEARCHED}

@@ -474,6 +474,14 @@ class Run(Executed, _Batch):
             multiple=self.length_multiple,
         )
 
+    @cached_property
+    def fits_windows(self) -> bool:
+        """Whether micro-batches of whole windows fit the memory limit, as `original` has them."""
+        try:
+            return self.max_tokens() >= self.micro_batch_tokens
+        except ConfigError:
+            return False
+
     def flops(self, lengths: Iterable[int]) -> float:
         """Model FLOPs of documents, forward and backward; nothing that is computed twice."""
         return self.shape.training_flops(lengths)

@@ -31,6 +31,7 @@ from megatron_wlb.settings.setting import (
     factor,
     micro_batches,
     real,
+    searched,
     setting,
 )
 
@@ -39,26 +40,26 @@ from megatron_wlb.settings.setting import (
 class WlbConfig:
     """Workload balance: everything that stock Megatron does not have."""
 
-    wlb_packing: str = setting("auto", "which documents run together", choices=ASKED)
-    wlb_max_tokens: int | None = setting(
+    wlb_packing: str = searched("auto", "which documents run together", choices=ASKED)
+    wlb_max_tokens: int | None = searched(
         None,
         "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given, or with "
         "--wlb-packing auto what fits --wlb-hardware",
         most=MOST_TOKENS,
     )
-    wlb_memory_gib: float | None = setting(
+    wlb_memory_gib: float | None = searched(
         None,
         "memory of a device for tensors, in GiB: S_max is what fits, and a larger "
         "--wlb-max-tokens an error",
         within=(1e-9, 1e9),
     )
-    wlb_max_step_tokens: int | None = setting(
+    wlb_max_step_tokens: int | None = searched(
         None,
         "most tokens of a step, to even out steps; documents that have waited --wlb-max-age steps "
         "may run above it. 0: N × S_max. If not given, `hold` takes 1.05 × the mean step, others 0",
         least=0,
     )
-    wlb_queue_thresholds: tuple[int, ...] = setting(
+    wlb_queue_thresholds: tuple[int, ...] = searched(
         (),
         "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given",
         least=1,
@@ -70,41 +71,44 @@ class WlbConfig:
         within=(1, 1e9),
     )
     wlb_hold_tau: float = factor(
-        1.0, "`hold`: imbalance of a step below which nothing is gained; at least 1"
+        1.0,
+        "`hold`: imbalance of a step below which nothing is gained; at least 1",
+        searched=True,
     )
     wlb_delay_price: float | None = real(
         None,
         "`hold`: imbalance that delaying a whole step's tokens by one step may save; 0.15 if not "
         "given, 0.45 with --wlb-look-ahead",
+        searched=True,
     )
-    wlb_look_ahead: int = setting(
+    wlb_look_ahead: int = searched(
         0,
         "`hold`: steps from which documents may run early; that counts as delay too",
         least=0,
         most=MOST_STEPS_AHEAD,
     )
-    wlb_shape: Literal["on", "off"] = setting(
+    wlb_shape: Literal["on", "off"] = searched(
         "off",
         "`hold`, `wlb` with a pipeline: small micro-batches first and last, sizes and order chosen "
         "by simulated step time instead of equal work",
     )
-    wlb_micro_batches: Literal["fixed", "auto"] = setting(
+    wlb_micro_batches: Literal["fixed", "auto"] = searched(
         "fixed",
         "`original`, `hold`, `wlb` with a pipeline: how many micro-batches a step has. fixed: by "
         "the batch size. auto: as many as make the simulated step of its documents shortest",
     )
-    wlb_fixed_batches: int = setting(
+    wlb_fixed_batches: int = searched(
         1,
         "`fixed-greedy`, `fixed-solver`: global batches that are repacked together",
         least=1,
         most=MOST_STEPS_AHEAD,
     )
-    wlb_fixed_grouping: Literal["sorted", "arrival"] = setting(
+    wlb_fixed_grouping: Literal["sorted", "arrival"] = searched(
         "sorted",
         "`fixed-greedy`: which windows of several global batches run in a step: those of like "
         "work, or those that arrived together",
     )
-    wlb_solver_limit: float = setting(
+    wlb_solver_limit: float = searched(
         10.0,
         "`fixed-solver`: search a step or group of steps, in deterministic time: about so many "
         "seconds, but the same plan on every rank",
@@ -114,8 +118,9 @@ class WlbConfig:
         None,
         "`slim`: micro-batches to cut a data-parallel rank's step into; chosen by simulated step "
         "time if not given",
+        searched=True,
     )
-    wlb_slice_multiple: int | None = setting(
+    wlb_slice_multiple: int | None = searched(
         None,
         "`slim`: documents are cut at multiples of so many tokens; 128 if not given, or a 64th of "
         "the window where that is less",
@@ -127,27 +132,27 @@ class WlbConfig:
         "`slim`: a document that outweighs a data-parallel rank's mean runs on several of them "
         "together, as context-parallel ranks, where that is faster in simulation",
     )
-    wlb_recompute: Literal["auto", "off"] = setting(
+    wlb_recompute: Literal["auto", "off"] = searched(
         "auto",
         "`slim`: micro-batches for which a device has no room keep little, and run their MLPs or "
         "layers forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
     )
-    wlb_host_gib: float = setting(
+    wlb_host_gib: float = searched(
         0.0,
         "GiB of the host's memory for each device, where micro-batches of slices (`slim`) may wait "
         "for which it has no room, instead of being recomputed, if that is faster in simulation",
         within=(0, 1e9),
     )
-    wlb_slice_cache: Literal["auto", "whole", "divided"] = setting(
+    wlb_slice_cache: Literal["auto", "whole", "divided"] = searched(
         "auto",
         "`slim`: context-parallel ranks each have all keys and values of a document in slices, or "
         "divide them and gather them for each slice; auto: what is faster in simulation, of what "
         "fits memory",
     )
-    wlb_max_age: int = setting(
+    wlb_max_age: int = searched(
         12, "steps after which a delayed document runs whatever it costs", least=0, most=MAX_SIZE
     )
-    wlb_long_documents: Literal["split", "slice", "truncate", "error"] = setting(
+    wlb_long_documents: Literal["split", "slice", "truncate", "error"] = searched(
         "split",
         "what becomes of documents longer than the window; slice: `slim` trains them whole",
     )
@@ -168,14 +173,14 @@ class WlbConfig:
         resume="free",
     )
     wlb_epochs: int | None = count(None, "end after so many passes over the data, all trained")
-    wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = setting(
+    wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = searched(
         "adaptive",
         "with CP: how a micro-batch is divided. per-sequence: 2·CP pieces of the whole. "
         "per-document: 2·CP pieces of each document. adaptive: of these two the one whose slowest "
         "rank has the faster attention, as predicted. hybrid: also per-document for long documents "
         "only, from a length on that is chosen likewise",
     )
-    wlb_strategies: str | None = setting(
+    wlb_strategies: str | None = searched(
         None,
         "replicas of unlike layouts, chosen step by step (Hydraulis): a YAML file such as "
         "`wlb plan --strategies --out` writes, or auto, which proposes them at start; for the "
@@ -188,7 +193,7 @@ class WlbConfig:
         "TP and CP",
         resume="free",
     )
-    wlb_hardware: str = setting(
+    wlb_hardware: str = searched(
         "h100-sxm",
         "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, a800, cpu, "
         "or a YAML file such as `wlb profile` writes",
@@ -267,7 +272,7 @@ class WlbConfig:
     wlb_metrics: str | None = setting(
         None, "file for one JSON line a step", resume="free", alike=False
     )
-    wlb_config: str | None = setting(
+    wlb_config: str | None = searched(
         None, "YAML file of settings, under the command line", resume="free", alike=False
     )
 
@@ -331,6 +336,11 @@ def table() -> dict[str, Setting]:
         for group in groups_of_settings().values()
         for f in dataclasses.fields(group)
     }
+
+
+def script_defaults() -> dict[str, Any]:
+    """Defaults of Megatron-LM's script that differ from ours where predictions depend on them."""
+    return {n: s.script_default for n, s in table().items() if s.script_default is not None}
 
 
 def flag_of(name: str) -> str:

@@ -13,6 +13,7 @@ from megatron_wlb.settings.setting import (
     factor,
     micro_batches,
     real,
+    searched,
     setting,
     share,
     size,
@@ -45,11 +46,14 @@ class ModelConfig:
         None,
         "layers of torch and Megatron, or of TransformerEngine; attention is ours in both. "
         "TransformerEngine on a GPU where it can be imported, else local, if not given",
+        script_default="transformer_engine",
     )
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = setting(
-        "rope", "positions count from the start of each document"
+        "rope",
+        "positions count from the start of each document",
+        script_default="learned_absolute",
     )
-    max_position_embeddings: int | None = setting(
+    max_position_embeddings: int | None = searched(
         None,
         "rows of learned positions; at least --seq-length",
         most=MAX_SIZE,
@@ -121,8 +125,12 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = size(
         128, "vocabulary is padded to this × TP", resume="free"
     )
-    hidden_dropout: float = share(0.0, "dropout after attention and MLP", resume="told")
-    attention_dropout: float = share(0.0, "dropout of attention's probabilities", resume="told")
+    hidden_dropout: float = share(
+        0.0, "dropout after attention and MLP", resume="told", script_default=0.1
+    )
+    attention_dropout: float = share(
+        0.0, "dropout of attention's probabilities", resume="told", script_default=0.1
+    )
     init_method_std: float = real(
         0.02, "standard deviation of initial weights", script="", resume="free"
     )
@@ -182,7 +190,7 @@ class ModelConfig:
     )
     moe_grouped_gemm: bool = setting(False, "one kernel for all experts of a device")
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = setting(
-        "alltoall", "how tokens reach their experts"
+        "alltoall", "how tokens reach their experts", script_default="allgather"
     )
 
 
@@ -199,7 +207,7 @@ class ParallelConfig:
         script="virtual_pipeline_model_parallel_size",
         layout=True,
     )
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = searched(
         None,
         "micro-batches that a chunk runs in a row with VPP; PP if not given",
         script="microbatch_group_size_per_vp_stage",
@@ -229,17 +237,23 @@ class ParallelConfig:
         1,
         "EP: ranks over which experts are divided, of data- and context-parallel ones too",
         resume="same",
+        searched=True,
     )
     expert_tensor_parallel_size: int | None = size(
-        None, "TP of experts; --tensor-model-parallel-size if not given", resume="same"
+        None,
+        "TP of experts; --tensor-model-parallel-size if not given",
+        resume="same",
+        searched=True,
     )
-    sequence_parallel: bool = setting(False, "shard norms and residuals over TP")
+    sequence_parallel: bool = searched(False, "shard norms and residuals over TP")
     no_overlap_p2p_communication: bool = setting(
         False, "with VPP: do not overlap pipeline communication with computation", script=""
     )
-    use_distributed_optimizer: bool = setting(False, "shard optimizer state over DP", resume="same")
+    use_distributed_optimizer: bool = searched(
+        False, "shard optimizer state over DP", resume="same"
+    )
     use_torch_fsdp2: bool = setting(False, "shard weights over DP by torch; for the launcher")
-    overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
+    overlap_grad_reduce: bool = searched(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = setting(
         False,
         "gather updated weights during the next forward pass; with --use-distributed-optimizer and "
@@ -271,7 +285,11 @@ class TrainingConfig:
     """Batch, precision, optimizer and schedule."""
 
     micro_batch_size: int = micro_batches(
-        1, "windows of tokens that a micro-batch stands for", script=SAME, resume="same"
+        1,
+        "windows of tokens that a micro-batch stands for",
+        script=SAME,
+        resume="same",
+        searched=True,
     )
     global_batch_size: int = micro_batches(
         8,
@@ -279,14 +297,15 @@ class TrainingConfig:
         "micro-batches over DP",
         script=SAME,
         resume="same",
+        searched=True,
     )
-    rampup_batch_size: tuple[int, ...] = setting(
+    rampup_batch_size: tuple[int, ...] = searched(
         (), "START INCREMENT SAMPLES: batches that grow to the global one; for the launcher"
     )
-    step_batch_size_schedule: str | None = setting(
+    step_batch_size_schedule: str | None = searched(
         None, '"TOKENS:WINDOWS …" from which batches grow; for the launcher, from Megatron-LM 0.18'
     )
-    decrease_batch_size_if_needed: bool = setting(
+    decrease_batch_size_if_needed: bool = searched(
         False,
         "round batches down to what --micro-batch-size × DP divides; for the launcher",
         script=SAME,
@@ -304,7 +323,7 @@ class TrainingConfig:
         "the same bits each time, or an error: slower on GPUs, where it needs NCCL_ALGO",
         script=SAME,
     )
-    bf16: bool = setting(
+    bf16: bool = searched(
         False, "bfloat16 weights and activations, fp32 master weights", resume="same"
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = setting(
@@ -328,13 +347,15 @@ class TrainingConfig:
     num_layers_at_end_in_bf16: int = setting(
         1, "with --first-last-layers-bf16", least=0, script=SAME
     )
-    recompute_granularity: Literal["full", "selective"] | None = setting(
+    recompute_granularity: Literal["full", "selective"] | None = searched(
         None, "recompute activations in the backward pass", script=SAME
     )
-    recompute_method: Literal["uniform", "block"] | None = setting(
+    recompute_method: Literal["uniform", "block"] | None = searched(
         None, "with full recompute", script=SAME
     )
-    recompute_num_layers: int | None = count(None, "with full recompute", script=SAME)
+    recompute_num_layers: int | None = count(
+        None, "with full recompute", script=SAME, searched=True
+    )
     optimizer: Literal["adam", "sgd"] = setting("adam", "optimizer", resume="same")
     lr: float = real(1e-3, "peak learning rate", resume="same")
     min_lr: float = setting(0.0, "learning rate after decay", resume="same")
@@ -370,7 +391,7 @@ class DataConfig:
     split: str = setting(
         "969,30,1", "shares of documents for training, validation and test", script=SAME
     )
-    seq_length: int = setting(8192, "the window, in tokens", most=MOST_TOKENS, script=SAME)
+    seq_length: int = searched(8192, "the window, in tokens", most=MOST_TOKENS, script=SAME)
     vocab_size: int | None = size(
         None, "vocabulary; read from PREFIX.json if it is there, needed with --mock-data"
     )

@@ -37,6 +37,11 @@ class Setting:
     """Whether it is Megatron's, no weight tells of it, and plans depend on it."""
     alike: bool = True
     """Whether all ranks have the same."""
+    searched: bool = False
+    """Whether commands that search layouts and packings decide it, whatever a model's file says."""
+    script_default: Any = None
+    """What Megatron-LM's script has where it is not given, if predictions depend on it and that is
+    not our default."""
     follows: tuple[str, ...] = ()
     """The settings that decide about it where it is not given."""
 
@@ -59,6 +64,7 @@ def setting(default: Any, help: str, **traits: Any) -> Any:
     return field(default=default, metadata={"help": help, **traits})
 
 
+searched = partial(setting, searched=True)
 count = partial(setting, least=1)
 size = partial(setting, least=1, most=MAX_SIZE)
 devices = partial(setting, least=1, most=MOST_DEVICES)

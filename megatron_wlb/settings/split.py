@@ -178,10 +178,19 @@ def _even(num_layers: int, accounts: int, pp_size: int, vpp_size: int) -> int:
         less = f" less {accounts}" if accounts else ""
         raise ConfigError(
             f"--num-layers is {num_layers}{beside}, which PP {pp_size} × VPP {vpp_size} = "
-            f"{num_chunks} model chunks do not divide; use a multiple of {num_chunks}{less}, "
-            f"or {LAYOUT}"
+            f"{num_chunks} model chunks do not divide; use a multiple of {num_chunks}{less}, or "
+            f"{remedy(num_layers, pp_size, vpp_size)} instead"
         )
     return (num_layers + accounts) // num_chunks
+
+
+def remedy(num_layers: int, pp_size: int, vpp_size: int) -> str:
+    """The flags of stages that are not alike, for layers that do not divide over them."""
+    for usual in (-(-num_layers // pp_size), num_layers // pp_size):
+        last = num_layers - usual * (pp_size - 1)
+        if vpp_size == 1 and 0 < last <= 2 * usual:
+            return f"{_LAST} {last}, or other stages by {_FIRST} or {LAYOUT}"
+    return f"stages that are not alike by {LAYOUT}"
 
 
 def _between(num_layers: int, pp_size: int, first: int | None, last: int | None) -> list[int]:

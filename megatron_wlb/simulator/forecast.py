@@ -68,6 +68,8 @@ class Forecast:
     not do: where it cuts documents, its tokens are less work."""
     net_speedup: float
     """The same against ``original`` with all that stock Megatron may overlap."""
+    original_fits: bool
+    """Whether ``original`` fits memory."""
     documents: str
     """Where their lengths are from."""
     packing: str
@@ -154,6 +156,7 @@ def forecast(
         flops_per_s=flops_per_s,
         speedup=flops_per_s / original_flops_per_s,
         net_speedup=flops_per_s / stock_flops_per_s,
+        original_fits=run.fits_windows,
         documents=documents,
         packing=planned.name,
         units=units,

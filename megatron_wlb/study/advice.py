@@ -18,6 +18,8 @@ T = TypeVar("T")
 MAX_DELAY_STEPS = 1.0
 """The most mean delay of a token, if nothing else is asked for. WLB-LLM's is 0.5; to have about as
 many tokens in every step takes more (:attr:`Packer.most_of_a_step`)."""
+UNFIT = "original, which does not fit memory"
+"""What gains are said to be over, where a run of `original` could not be."""
 DIGITS = 3
 """Digits behind the point of speeds over `original`."""
 PARTS = 4
@@ -80,10 +82,14 @@ def preference(option: Option[T], base: Option[T]) -> tuple[float, ...]:
     return -round(option.speedup(base), DIGITS), option.delay_steps, option.max_tokens
 
 
-def gain(option: Option[T], original: Option[T], how: str = "modelled") -> str:
-    """Says how much faster ``option`` is, how that varies, and where it comes from."""
+def gain(
+    option: Option[T], original: Option[T], how: str = "modelled", *, fits: bool = True
+) -> str:
+    """Says how much faster ``option`` is, how that varies, and where it comes from; ``fits`` is
+    whether a run of ``original`` could be.
+    """
     speedup = option.speedup(original)
-    said = f"{speedup:.{DIGITS}f} × the work a second of original"
+    said = f"{speedup:.{DIGITS}f} × the work a second of {'original' if fits else UNFIT}"
     spread = option.range_over_parts(original)
     if spread is None:
         said += f", {how} (too few steps to say how that varies)"

@@ -21,6 +21,7 @@ from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step_timeline import StepTimeline
+from megatron_wlb.study.advice import UNFIT
 from megatron_wlb.study.compare import Outcome
 
 NUM_BINS = 16
@@ -104,11 +105,12 @@ class Page:
 
     def _cards(self, best: Outcome | None) -> list[list[str]]:
         original, limit = self.outcomes[0], f"{self.scenario.limit_gib:.1f} allowed"
+        said = UNFIT if original.out_of_memory else "original"
         if best is None:
             least = min(self.outcomes, key=lambda outcome: outcome.peak_bytes)
             return [[f"{least.peak_bytes / GIB:.1f} GiB", f"the least peak, of {limit}: none fits"]]
         return [
-            [f"{best.speedup(original):.2f}×", f"the work a second of original: {name(best)}"],
+            [f"{best.speedup(original):.2f}×", f"the work a second of {said}: {name(best)}"],
             [f"{best.mfu:.1%}", f"MFU, from {original.mfu:.1%}"],
             [f"{best.bubble_share:.1%}", f"bubble share, from {original.bubble_share:.1%}"],
             [f"{best.peak_bytes / GIB:.1f} GiB", f"peak, of {limit}"],
@@ -142,6 +144,8 @@ class Page:
         stands_out = "The fastest that fits memory stands out."
         if fastest(self.outcomes) is None:
             stands_out = "None fits memory: no speed-up here is to be had."
+        elif self.outcomes[0].out_of_memory:
+            stands_out += f" All speed-ups are over {UNFIT}."
         times = (
             "a cost that was measured and put in"
             if self.scenario.measured is not None

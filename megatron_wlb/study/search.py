@@ -150,6 +150,8 @@ class Search:
     """Every layout that can run, by the coarse pass, fastest first; the first were refined."""
     rejected: tuple[Rejected, ...]
     max_delay: float
+    original_fits: bool | None
+    """Whether `original` fits memory in some layout; None where it was not asked for."""
 
     @property
     def best(self) -> Choice:
@@ -288,7 +290,8 @@ def search(
     ranked = _ranked(refined, max_delay)
     if not ranked[0].fits:
         raise ConfigError(_none_fits(space, ranked))
-    return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
+    fits = _original(ranked) is not None if "original" in space.packings else None
+    return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay, fits)
 
 
 def _is_known(

@@ -5,22 +5,27 @@ A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import takewhile
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import yaml
 
 from megatron_wlb.cost.shape import ModelShape, Recompute
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.planning.from_words import settings_of_script
 from megatron_wlb.planning.layer_patterns import pattern_of
 from megatron_wlb.planning.packing import kind_of
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
-from megatron_wlb.settings.config import flag_of
-from megatron_wlb.settings.megatron import TrainingConfig
+from megatron_wlb.settings.config import Config, flag_of, script_defaults, table
+from megatron_wlb.settings.megatron import ModelConfig
 from megatron_wlb.settings.recipe import quoted
 from megatron_wlb.settings.split import LAYOUT, flags_of
 
@@ -29,8 +34,10 @@ Flags: TypeAlias = Mapping[str, Value]
 """A flag and its value; True for a bare one, a list where it takes several."""
 VPP = "--num-virtual-stages-per-pipeline-rank"
 LAUNCHER = ("megatron_wlb.launch", "$MEGATRON_LM_PATH/pretrain_gpt.py")
-TO_ADD = "--data-path, --tokenizer-type, --train-iters, --lr, --eval-interval"
+TO_ADD = "--data-path", "--tokenizer-type", "--train-iters", "--lr", "--eval-interval"
 """What a run by :data:`LAUNCHER` needs, and no layout says."""
+MACHINE = "NUM_NODES", "GPUS_PER_NODE"
+"""Variables of a recipe that say how many devices it has."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron asks for 1 of it with TP or CP, on GPUs before Blackwell."""
 
@@ -39,7 +46,8 @@ def model_flags(shape: ModelShape) -> Flags:
     grouped = shape.num_query_groups != shape.num_attention_heads
     own_channels = shape.kv_channels * shape.num_attention_heads != shape.hidden_size
     rotary = 0.0 if shape.learned_positions else shape.rotary_percent
-    positions = "learned_absolute" if shape.learned_positions else "rope" if rotary else "none"
+    rotates = rotary or shape.latent  # whose own part of a head has the positions
+    positions = "learned_absolute" if shape.learned_positions else "rope" if rotates else "none"
     latent = (
         {flag_of(name): size for name, size in asdict(shape.latent).items()}
         if (shape.latent)
@@ -69,9 +77,52 @@ def model_flags(shape: ModelShape) -> Flags:
             "--rotary-percent": rotary if 0 < rotary < 1 else None,
             "--hidden-dropout": None if shape.dropout else 0.0,
             "--attention-dropout": None if shape.dropout else 0.0,
+            "--vocab-size": shape.vocab_size,
             **_expert_flags(shape),
         }
     )
+
+
+def told_flags(
+    config: Config, written: Collection[str], others: Mapping[str, list[str]]
+) -> tuple[Flags, Flags]:
+    """What settings say of the model, and beside it, that no search decides.
+
+    That is what is ``written``, not the default, or not what Megatron-LM's script would have
+    otherwise. ``others`` are flags that no setting stands for.
+    """
+    usual, scripts = Config().flat(), script_defaults()
+    model, beside = dict[str, Value | None](), dict[str, Value | None]()
+    own = {f.name for f in fields(ModelConfig)}
+    for name, value in config.flat().items():
+        known, flag = table()[name], flag_of(name)
+        told = flag in written or value != usual[name]
+        if config.model.num_experts or not name.startswith("moe_"):
+            told |= scripts.get(name, value) != value
+        if told and not (known.searched or known.layout):
+            (model if name in own else beside)[flag] = _value(value)
+    beside |= {flag: _value(tuple(values)) or True for flag, values in others.items()}
+    return _given(model), _given(beside)
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    if value and isinstance(value[0], int):  # Megatron reads several as one word
+        return ",".join(map(str, value))
+    return list(value) if len(value) > 1 else value[0] if value else None
+
+
+def check_model(flags: Flags, shape: ModelShape) -> None:
+    """Raises :class:`ConfigError` where ``flags`` make another model than ``shape``."""
+    config = settings_of_script(_words(flags))
+    built = model_shape(config, config.data.vocab_size or shape.vocab_size)
+    unlike = [f.name for f in fields(shape) if getattr(built, f.name) != getattr(shape, f.name)]
+    if unlike:
+        raise ConfigError(
+            f"no command is printed, as flags of Megatron-LM make another model, in "
+            f"{', '.join(unlike)}; give --model training settings that say it"
+        )
 
 
 def _expert_flags(shape: ModelShape) -> Mapping[str, Value | None]:
@@ -99,35 +150,10 @@ def _given(flags: Mapping[str, Value | None]) -> Flags:
     return {flag: x for flag, x in flags.items() if x is not None and x is not False}
 
 
-def fp8_flags(training: TrainingConfig) -> Flags:
-    """FP8 as the settings have it; nothing where they have none."""
-    if training.fp8_format is None:
-        return {}
-    default = TrainingConfig()
-    names = [f.name for f in fields(training) if f.name.startswith("fp8_") or "_bf16" in f.name]
-    given = {name: getattr(training, name) for name in names}
-    flags = {flag_of(n): x for n, x in given.items() if x != getattr(default, n)}
-    return _given(flags)
-
-
 def layout_flags(scenario: Run) -> Flags:
-    """How the model is divided, and what is recomputed.
-
-    Raises :class:`ConfigError` for layers that are unlike in more than precision, sliding window
-    and experts, which no flag here says.
-    """
+    """How the model is divided, and what is recomputed."""
     p, shape = scenario.parallelism, scenario.shape
-    attention, mlp = replace(shape, reach_tokens=None, layers=(), predictors=()).layer.parts
-    usual = {
-        (first, second) for first in (attention, shape.layer.parts[0])
-        for second in (mlp, *shape.experts)
-    }  # fmt: skip
-    if any(layer.parts not in usual for _, layer in shape.runs):
-        raise ConfigError(
-            f"a recipe has {scenario.shape.num_layers} equal layers; these are unlike, so give a "
-            "model without layers"
-        )
-    uneven = flags_of(p.layers_of_stages(scenario.shape), p.vpp_size, scenario.shape.num_ahead)
+    uneven = flags_of(p.layers_of_stages(shape), p.vpp_size, shape.num_ahead)
     return _given(
         {
             "--tensor-model-parallel-size": p.tp_size,
@@ -156,18 +182,21 @@ def recompute_flags(recompute: Recompute) -> Flags:
     )
 
 
-def batch_flags(scenario: Run) -> Flags:
-    """Window and micro-batches of a step.
+def batch_flags(window: int, num_windows: int, *, positions: int = 0, bits: str = "bf16") -> Flags:
+    """Window, micro-batches of one window in a step, and 16 bits, if any.
 
-    Megatron asks for ``--max-position-embeddings`` whatever the positions are.
+    Megatron asks for ``--max-position-embeddings`` whatever the positions are; ``positions`` are
+    those of the model.
     """
-    return {
-        "--seq-length": scenario.window,
-        "--max-position-embeddings": scenario.shape.learned_positions or scenario.window,
-        "--micro-batch-size": scenario.micro_batch_size,
-        "--global-batch-size": scenario.num_micro_batches * scenario.micro_batch_size,
-        "--bf16": True,
-    }
+    return _given(
+        {
+            "--seq-length": window,
+            "--max-position-embeddings": max(window, positions),
+            "--micro-batch-size": 1,
+            "--global-batch-size": num_windows,
+            f"--{bits}": bool(bits),
+        }
+    )
 
 
 def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware: str) -> Flags:
@@ -178,50 +207,79 @@ def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware
             values = [*takewhile(lambda text: not text.startswith("--"), packing[at + 1 :])]
             numbers = [int(text) if text.isdecimal() else text for text in values]
             flags[word] = numbers[0] if len(numbers) == 1 else numbers
-    if kind_of(str(flags["--wlb-packing"])).slices and scenario.memory_gib is not None:
+    kind = kind_of(str(flags["--wlb-packing"]))
+    if kind.slices and scenario.memory_gib is not None:
         # Or training would choose them by time alone.
         flags["--wlb-memory-gib"] = int(10 * scenario.memory_gib) / 10
-        if scenario.execution.host_gib:
-            flags["--wlb-host-gib"] = scenario.execution.host_gib
+    if scenario.execution.host_gib and kind.slices:
+        flags["--wlb-host-gib"] = scenario.execution.host_gib
     if scenario.parallelism.cp_size > 1:
         flags["--wlb-cp-sharding"] = sharding
     flags["--wlb-hardware"] = hardware
     return flags
 
 
-def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
-    """The command line that trains so, once :data:`TO_ADD` is added."""
+def to_add(flags: Flags) -> str:
+    """What is left to add to a command."""
+    given = {*flags, *(["--data-path"] if "--mock-data" in flags else [])}
+    return ", ".join(flag for flag in TO_ADD if flag not in given) or "nothing"
+
+
+def command(
+    flags: Flags,
+    num_devices: int,
+    devices_per_node: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    variables: Collection[str] = (),
+) -> str:
+    """The command line that trains so, once :func:`to_add` is added, for a shell that puts
+    ``variables`` in.
+    """
     nodes = -(-num_devices // devices_per_node)
     words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
     if nodes > 1:
         words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
-    words = [f"{CONNECTIONS}=1", *words, "-m", *LAUNCHER]
+    own = {name: x for name, x in environment.items() if name not in (*MACHINE, CONNECTIONS)}
+    variables = {"HOST", "MEGATRON_LM_PATH", *variables}
+    exports = (
+        f"{name}={quoted(str(x), variables)}" for name, x in (own | {CONNECTIONS: 1}).items()
+    )
+    words += ["-m", *LAUNCHER, *_words(flags)]
+    return " ".join([*exports, *(quoted(word, variables) for word in words)])
+
+
+def _words(flags: Flags) -> list[str]:
+    words = list[str]()
     for flag, value in flags.items():
         values = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [flag, *map(str, values)]
-    return " ".join(quoted(word, {"HOST", "MEGATRON_LM_PATH"}) for word in words)
+    return words
 
 
 def recipe(
-    sections: Mapping[str, Flags], num_devices: int, devices_per_node: int, remarks: str
+    sections: Mapping[str, Flags],
+    num_devices: int,
+    devices_per_node: int,
+    remarks: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """A YAML file of flags under headings; ``remarks`` stand at its top."""
-    head = {
-        "NUM_NODES": -(-num_devices // devices_per_node),
-        "GPUS_PER_NODE": min(num_devices, devices_per_node),
-        CONNECTIONS: 1,
-        allocator.VARIABLE: allocator.VALUE,
-    }
+    machine = -(-num_devices // devices_per_node), min(num_devices, devices_per_node)
+    head = {allocator.VARIABLE: allocator.VALUE, **environment, CONNECTIONS: 1}
+    head |= dict(zip(MACHINE, machine, strict=True))
     lines = [f"# {line}".rstrip() for line in remarks.splitlines()]
     lines += ["TEST_TYPE: release", "ENV_VARS:"]
     lines += [f"  {name}: {value}" for name, value in head.items()]
     lines.append("MODEL_ARGS:")
     for heading, flags in sections.items():
-        lines.append(f"  # {heading}")
+        lines += [f"  # {heading}"] if flags else []
         for flag, value in flags.items():
-            text = yaml.safe_dump(value).splitlines()[0]
+            text = yaml.safe_dump(value, width=math.inf).splitlines()[0]
             if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
                 text = f"[{' '.join(map(str, value))}]"
+                text = json.dumps(text) if "$" in text else text
+            elif str(value).startswith("["):  # A pattern, which is one word.
+                text = f"({value})"
             elif flag == LAYOUT:  # which two shells read where Megatron runs recipes
                 text = re.sub(r"[|()]", r"\\\\\g<0>", text)
             lines.append(f"  {flag}: {text}")

@@ -19,6 +19,8 @@ from pathlib import Path
 from megatron_wlb.errors import ConfigError, WLBError
 
 _MODULE = "megatron_wlb.runtime.megatron_lm.check_arguments"
+TIMEOUT_S = 600.0
+"""A check takes 10 s of CPU time, nearly all of it imports, which a slow disk prolongs."""
 _OURS = 64
 """Exit code when Megatron takes the arguments, but a guard of ours does not."""
 
@@ -32,16 +34,23 @@ def check(
     """Runs this program, with ``environment`` over this process's own.
 
     Raises :class:`ConfigError` with what Megatron, or a guard of ours on what it parsed, says
-    against it.
+    against it, or where that takes longer than :data:`TIMEOUT_S`.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", _MODULE, str(checkout), str(world_size), *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, **(environment or {})},
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE, str(checkout), str(world_size), *flags],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+            env={**os.environ, **(environment or {})},
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"Megatron-LM in {checkout} has not checked the arguments in {TIMEOUT_S:g} s; try "
+            "again when the machine has less to do, or leave out --megatron (MEGATRON_LM_PATH) to "
+            "check without it"
+        ) from None
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["(no message)"]
         if done.returncode == _OURS:

@@ -13,17 +13,11 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards as common_guards
-from megatron_wlb.planning.from_words import settings_of
+from megatron_wlb.planning.from_words import settings_of_script
 from megatron_wlb.runtime.megatron_lm import arguments, refusals
-from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.settings.config import Config, flag_of, script_defaults
 
-DEFAULTS = {
-    "transformer_impl": "transformer_engine",
-    "position_embedding_type": "learned_absolute",
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-}
-"""Megatron's defaults that differ from ours where predictions depend on them."""
+DEFAULTS = script_defaults()
 _OF_GUARDS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -79,22 +73,20 @@ def check(words: Sequence[str], num_devices: int, environment: Mapping[str, str]
 
 
 def settings(words: Sequence[str], num_devices: int) -> Config:
-    """Reads settings by :func:`~megatron_wlb.planning.from_words.settings_of`, Megatron's defaults.
+    """Reads settings by :func:`~megatron_wlb.planning.from_words.settings_of_script`.
 
     Schedule, logs and checkpoints keep ours, as nothing reads them. Raises :class:`ConfigError` for
     flags of which they cannot be read.
     """
-    config, given = settings_of(_read(words), DEFAULTS), Words(words)
+    config, given = settings_of_script(_read(words)), Words(words)
     common_guards.check_ranges(config)
-    model, training = config.model, config.training
-    if model.swiglu and model.ffn_hidden_size is None:  # as many weights as without a gate
-        model = dataclasses.replace(model, ffn_hidden_size=model.hidden_size * 8 // 3 // 64 * 64)
+    training = config.training
     if given.global_batch_size is None:
         dp_size = max(1, common_guards.data_parallel_size(config, num_devices))
         training = dataclasses.replace(
             training, global_batch_size=training.micro_batch_size * dp_size
         )
-    return dataclasses.replace(config, model=model, training=training)
+    return dataclasses.replace(config, training=training)
 
 
 def _read(words: Sequence[str]) -> list[str]:

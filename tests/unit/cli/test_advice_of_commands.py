@@ -115,3 +115,17 @@ def test_long_work_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeyp
     with output.progress_bar("packing") as progress:
         progress(1, 2)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("command", "done"), [("pack", "packed"), ("tune", "judged")])
+def test_slices_are_left_out_aloud_where_there_is_no_pipeline(command, done, wlb) -> None:
+    few = f"{command} --lengths one.txt --window 64"
+    said = f"note: slim is not {done}, as it gains in pipelines: give --pp-size of 2 or more\n"
+    for words, told in ((few, True), (f"{few} --pp-size 1", True), (f"{few} --pp-size 2", False)):
+        out, err = wlb(words)
+        assert (said in err) is told is ("slim" not in out)
+    assert "slim" in wlb.help(command)
+    if command == "pack":  # what is asked for by name is there
+        assert said not in wlb(few, "--packing original").err
+    else:
+        assert "settings of wlb, hold" in " ".join(wlb(few).out.split())

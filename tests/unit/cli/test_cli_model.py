@@ -9,8 +9,9 @@ import yaml
 from helpers.index import write_index
 
 from megatron_wlb.cli.model import read_model
-from megatron_wlb.cost.model_file import load_model
+from megatron_wlb.cost.model_file import load_model, model_names
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.study.write_recipe import check_model
 
 TRAINING = {
     "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 2048,
@@ -51,6 +52,15 @@ def test_unknown_model_lists_all_names(command: str, wlb) -> None:
 
 def test_name_and_its_file_are_the_same_model() -> None:
     assert read_model("7b").shape == read_model(str(SHAPES / "7b.yaml")).shape == load_model("7b")
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_flags_of_a_named_model_make_it(name: str) -> None:
+    model = read_model(name)
+    flags = {flag: x for told in model.flags.values() for flag, x in told.items()}
+    assert flags["--position-embedding-type"] == "rope"
+    assert flags["--vocab-size"] == model.shape.vocab_size
+    check_model(flags | model.batch_flags(8), model.shape)
 
 
 @pytest.mark.parametrize("model", ["training.yaml", "recipe.yaml"])

@@ -21,7 +21,7 @@ PACK = "pack --distribution reference"
 def rows(wlb):
     def run(*words: object) -> list[dict[str, Any]]:
         result = wlb.json(*words)
-        assert result.keys() == {"rows"}
+        assert result.keys() == {"layout", "original_fits", "rows"}
         assert all(row.keys() >= KEYS for row in result["rows"])
         return result["rows"]
 
@@ -190,7 +190,8 @@ def test_model_file_also_says_the_window_the_batch_and_the_pipeline(wlb, rows) -
     arguments = {
         "--num-layers": 4, "--hidden-size": 64, "--use-mcore-models": True, "--seq-length": 2048,
         "--global-batch-size": 6, "--pipeline-model-parallel-size": 2,
-        "--data-path": "${DATA_PATH}",
+        "--data-path": "${DATA_PATH}", "--position-embedding-type": "rope",
+        "--hidden-dropout": 0, "--attention-dropout": 0,  # Megatron's defaults are others
     }  # fmt: skip
     recipe = {"ENV_VARS": {"A": 1}, "MODEL_ARGS": arguments}
     assert of(recipe) == row
@@ -261,6 +262,8 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("corpus --plot .", 2, "--plot . is a folder; add a file name"),
         ("corpus --dp-size 3", 2, "4 micro-batches a step do not divide over 3"),
         ("corpus --ep-size 4", 2, "--ep-size divides the experts of --model"),
+        ("corpus --cp-size 2", 2, "--cp-size divides the model of --model; give that as well"),
+        ("corpus --tp-size 3 --model 7b", 2, "num_attention_heads 32 does not divide over TP 3"),
         ("corpus --ep-size 4 --model 7b", 2, "EP is 4, but the"),
     ],
 )

@@ -3,11 +3,17 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from megatron_wlb.cli.model import read_model
+from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.planning.from_words import settings_of_script
 from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import table
+from megatron_wlb.settings.recipe import read_recipe
 
 SIZES = {
     "hidden_size": 1024, "ffn_hidden_size": 2560, "num_layers": 6, "num_attention_heads": 8,
@@ -21,6 +27,45 @@ KEYS = {
     "tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "num_micro_batches", "recompute",
     "coarse_mfu", "mfu", "fits", "packing", "max_tokens", "peak_gib", "step_ms", "tokens_per_s",
     "speedup", "sharding",
+}  # fmt: skip
+
+LLAMA = {
+    "num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 1792, "num_attention_heads": 8,
+    "group_query_attention": True, "num_query_groups": 2, "normalization": "RMSNorm",
+    "swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope",
+    "rotary_base": 500000, "use_rope_scaling": True, "untie_embeddings_and_output_weights": True,
+    "vocab_size": 128256, "seq_length": 131072, "max_position_embeddings": 131072,
+}  # fmt: skip
+EXPERTS = LLAMA | {
+    "kv_channels": 128, "norm_epsilon": 1e-6, "qk_layernorm": True, "rotary_base": 1000000,
+    "use_rope_scaling": False, "num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 192,
+    "moe_layer_freq": "[1,1,1,1]", "moe_router_load_balancing_type": ["global_aux_loss", "none"],
+    "moe_aux_loss_coeff": [0.001, 0.0], "moe_router_dtype": "fp32", "moe_z_loss_coeff": 1e-5,
+}  # fmt: skip
+LATENTS = EXPERTS | {
+    "group_query_attention": False, "kv_channels": None, "multi_latent_attention": True,
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 64, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7,
+    "mtp_num_layers": 1, "moe_layer_freq": "([0]+[1]*3)", "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
+}  # fmt: skip
+OTHERS = {
+    "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True,
+    "window_size": "511,0", "window_attn_skip_freq": "2", "hidden_dropout": 0.2,
+    "init_method_std": 0.01, "wlb_dp_merge": "off", "wlb_expert_imbalance": 1.5, "optimizer": "sgd",
+}  # fmt: skip
+STOCK = {  # by Megatron's own names and defaults, and with flags that no setting stands for
+    "ENV_VARS": {"NCCL_ALGO": "Ring", "GPUS_PER_NODE": 2},
+    "MODEL_ARGS": {
+        "--num-layers": 4, "--hidden-size": 512, "--num-attention-heads": 8, "--swiglu": True,
+        "--seq-length": 4096, "--max-position-embeddings": 8192, "--fp16": True,
+        "--deterministic-mode": True, "--moe-per-layer-logging": True,
+        "--recompute-activations": True, "--num-layers-per-virtual-pipeline-stage": 1,
+        "--tokenizer-type": "NullTokenizer", "--vocab-size": 5000, "--lr-warmup-fraction": 0.01,
+        "--data-path": "[0.3 ${DATA}/a 0.7 ${DATA}/b]", "--train-iters": 9, "--lr": 1e-4,
+        "--tensor-model-parallel-size": 2, "--sequence-parallel": True, "--eval-interval": 100,
+    },
 }  # fmt: skip
 
 
@@ -73,6 +118,50 @@ def test_command_and_recipe_are_those_of_the_best(plan) -> None:
     assert (
         "Left to add: --data-path, --tokenizer-type, --train-iters, --lr, --eval-interval" in text
     )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [LLAMA, EXPERTS, LATENTS, LLAMA | OTHERS, STOCK, SIZES | {"learned_positions": 4096},
+     SIZES | {"latent": {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 64,
+                         "qk_pos_emb_head_dim": 32, "v_head_dim": 64}, "kv_channels": 96}],
+    ids=["llama", "experts", "latents", "others", "stock", "learned", "sizes of latents"],
+)  # fmt: skip
+def test_command_and_recipe_make_the_model_that_was_planned(model: dict[str, Any], wlb) -> None:
+    """As the launcher reads them, which has Megatron's defaults."""
+    Path("model.yaml").write_text(yaml.safe_dump(model))
+    words = SMALL.replace("small.yaml", "model.yaml").replace("1.2", "20")
+    found = wlb.json(words, "--refine 1 --packing hold --out best.yaml")
+    command = shlex.split(found["command"])
+    flags = command[command.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :]
+    recipe, planned = read_recipe("best.yaml", {}), read_model("model.yaml")
+    for words in (flags, recipe.arguments):
+        built = settings_of_script(words)
+        assert model_shape(built, built.data.vocab_size or 0) == planned.shape
+        assert built.data.seq_length == 4096 and built.training.bf16
+        told = planned.config.flat().items() if planned.sizes is None else ()
+        for name, value in told:
+            counts = planned.shape.experts or not name.startswith("moe_")
+            if value is None or not counts or table()[name].searched or table()[name].layout:
+                continue
+            got = built.flat()[name]  # of patterns with brackets around them
+            assert got == value or str(got).strip("()") == str(value).strip("()"), name
+    others = {"--lr-warmup-fraction", "--tokenizer-type", "--moe-per-layer-logging", "--fp16"}
+    assert (others <= {*flags}) == (model is STOCK)
+    if model is STOCK:
+        assert not {"--recompute-activations", "--num-layers-per-virtual-pipeline-stage"} & {*flags}
+        assert "${DATA}/b" in flags and recipe.unresolved == ("DATA",)
+        assert command[:2] == ["NCCL_ALGO=Ring", "CUDA_DEVICE_MAX_CONNECTIONS=1"]
+        assert recipe.environment["NCCL_ALGO"] == "Ring" and recipe.devices_per_node == 4
+        assert "# Left to add: nothing;" in Path("best.yaml").read_text()
+
+
+def test_model_that_no_flags_make_has_no_command(plan, wlb) -> None:
+    Path("small.yaml").write_text(
+        yaml.safe_dump(SIZES | {"learned_positions": 4096, "rotary_percent": 0.5})
+    )
+    assert "make another model, in rotary_percent; give" in wlb.refusal(SMALL, "--out best.yaml")
+    assert not Path("best.yaml").exists()
 
 
 def test_table_ranks_and_says_what_cannot_run(wlb) -> None:

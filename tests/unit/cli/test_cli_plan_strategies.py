@@ -120,3 +120,14 @@ def test_models_that_do_not_run_with_strategies_are_refused(wlb) -> None:
     sizes = "num_layers: 4\nhidden_size: 1024\nnum_attention_heads: 8\n"
     Path("small.yaml").write_text(sizes + yaml.safe_dump(run))
     assert "has --fp8-format, whose rates" in wlb.refusal(MIXED)
+
+
+def test_command_has_what_settings_say_of_the_model(wlb) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 8000}
+    more = {"rotary_base": 500000, "norm_epsilon": 1e-6, "lr": 3e-4, "swiglu": True}
+    Path("small.yaml").write_text(yaml.safe_dump(sizes | more))
+    shown = wlb(MIXED, "--memory-gib 4 --out found.yaml").out
+    words = shlex.split(shown.splitlines()[-1])
+    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
+    assert {name: config.flat()[name] for name in sizes | more} == sizes | more
+    assert "train with them, --data-path, --tokenizer-type, --train-iters, --eval-int" in shown

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.runtime.megatron_lm import check_arguments
 
 RECIPE = """
 ENV_VARS:
@@ -104,6 +105,21 @@ def test_run_refuses_what_cannot_start(
     if "unset" in options:
         monkeypatch.delenv("OUT")
     assert message in wlb("recipe run", recipe, options, status=2).err
+
+
+def test_check_that_takes_too_long_is_one_line(
+    checkout: Path, wlb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "megatron" / "training").mkdir(parents=True)
+    flags = "num-layers: 4", "hidden-size: 64", "num-attention-heads: 4", "seq-length: 2048"
+    flags += "max-position-embeddings: 2048", "micro-batch-size: 1", "global-batch-size: 4"
+    flags += "bf16: true", "eval-interval: 9", "position-embedding-type: rope", "wlb-packing: hold"
+    flags += "hidden-dropout: 0", "attention-dropout: 0", "mock-data: true", "vocab-size: 100"
+    Path("slow.yaml").write_text("MODEL_ARGS:\n" + "".join(f"  --{flag}\n" for flag in flags))
+    monkeypatch.setattr(check_arguments, "TIMEOUT_S", 0.001)
+    error = wlb.refusal("recipe run slow.yaml --nproc-per-node 2 --dry-run --megatron", checkout)
+    assert error.endswith("in 0.001 s; try again when the machine has less to do, or leave out "
+                          "--megatron (MEGATRON_LM_PATH) to check without it")  # fmt: skip
 
 
 def test_shown_command_expands_unset_variables_and_nothing_else(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.planning.from_words import settings_of
+from megatron_wlb.settings.split import PipelineSplit, remedy
 
 SETTINGS = {
     "num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 4096,
@@ -76,6 +78,29 @@ def test_packings_are_tried_on_the_stages_of_a_file(wlb) -> None:
 )  # fmt: skip
 def test_stages_that_divide_nothing_are_one_line(words: str, said: str, wlb) -> None:
     assert said in wlb.refusal("simulate --distribution reference --model", words)
+
+
+@pytest.mark.parametrize("command", ["simulate --num-seeds 1", "pack"])
+def test_layers_that_do_not_divide_name_flags_that_do(command: str, wlb) -> None:
+    words = f"{command} --distribution reference --model deepseek-v3 --pp-size 16 --ep-size 8"
+    words += " --dp-size 8 --num-micro-batches 128 --steps 1 --packing original"
+    error = wlb.refusal(words)
+    assert "61 layers do not divide over 16 model chunks (PP × VPP); choose a multiple" in error
+    (flag,) = re.findall(r"or give (--decoder-\S+ \d+), or other stages by --decoder-first", error)
+    assert wlb.json(words, flag)["rows"]
+    assert "or give stages that are not alike by --pipeline-model-p" in wlb.refusal(
+        words, "--vpp-size 2"
+    )
+
+
+@pytest.mark.parametrize("num_layers", range(2, 70))
+def test_flags_that_are_named_divide_the_layers(num_layers: int) -> None:
+    for pp_size in range(2, num_layers + 1):
+        said = remedy(num_layers, pp_size, 1)
+        if number := re.match(r"--decoder-last-pipeline-num-layers (\d+)", said):
+            layers = PipelineSplit(None, int(number[1])).layers(num_layers, pp_size)
+            assert sum(layers) == num_layers and 0 < layers[-1] <= 2 * layers[0]
+        assert number or "--pipeline-model-parallel-layout" in said
 
 
 def test_layers_of_a_virtual_stage_count_the_ends() -> None:

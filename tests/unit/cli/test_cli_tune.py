@@ -45,7 +45,7 @@ def test_last_line_is_what_the_training_command_takes(wlb) -> None:
     own = parse(out.splitlines()[-1].split()).wlb
     assert own.wlb_packing == "wlb" and own.wlb_max_tokens is not None
     assert own.wlb_max_tokens <= 131072
-    assert all(line.startswith("trying settings: ") for line in err.splitlines())
+    assert all(line.startswith(("trying settings: ", "note: slim")) for line in err.splitlines())
     assert "held-out" in out and "original" in out and "default" in out
     assert "modelled" in out
 
@@ -114,3 +114,13 @@ def test_default_that_is_recommended_is_said_to_be_one(wlb, monkeypatch) -> None
     out = wlb(tune).out
     assert "The defaults cannot be bettered here" in out
     assert "default: hold" not in out and "recommended: hold" in out
+
+
+def test_layout_of_flags_is_the_one_that_is_priced_and_said(wlb) -> None:
+    words = f"{REFERENCE} --packing hold --model 7b --pp-size 2"
+    narrow, wide = (wlb.json(words, more) for more in ("", "--tp-size 8 --cp-size 2"))
+    assert [found["layout"]["tp_size"] for found in (narrow, wide)] == [1, 8]
+    tried, wider = (max(r["max_tokens"] for r in found["tried"]) for found in (narrow, wide))
+    assert tried == 65536 < wider
+    out = " ".join(wlb(words, "--tp-size 8 --cp-size 2").out.split())
+    assert "cost of 7b on h100-sxm, TP 8 × CP 2 × PP 2 × DP 1" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ MODEL_ARGS:
   --lr: 1.0e-4
   --wlb-packing: hold
 """
+SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size")
 LAYOUT = (
     "--num-devices 16 --num-micro-batches 16 --tp-size 2 --cp-size 1 --pp-size 4 --vpp-size 1 "
     "--dp-size 2 --recompute none"
@@ -107,3 +109,52 @@ def test_flags_of_a_recipe_count_unless_others_are_given(wlb, max_tokens) -> Non
         for more, machine, gib in (("", "16 × a100", 50), (others, "16 × h100-sxm", 60)):
             out = " ".join(wlb(command, more).out.split())
             assert machine in out and f"{share * gib:.1f} GiB" in out
+
+
+def test_layout_of_flags_is_the_one_that_is_priced_and_said(wlb) -> None:
+    """Of a model by name as of one of settings: cost, S_max and what slices recompute."""
+    words = "pack --distribution reference --model 7b --num-micro-batches 8 --pp-size 2 --steps 3"
+    words += " --packing hold,slim"
+    narrow, wide = (wlb.json(words, more) for more in ("", "--tp-size 8 --cp-size 2 --dp-size 2"))
+    assert narrow["layout"] == dict.fromkeys(SIZES, 1) | {"pp_size": 2, "ep_size": None}
+    assert wide["layout"] == narrow["layout"] | {"tp_size": 8, "cp_size": 2, "dp_size": 2}
+    (hold, slim), (other_hold, other_slim) = narrow["rows"], wide["rows"]
+    assert hold["max_tokens"] == 131072 < other_hold["max_tokens"]
+    assert slim["efficiency"] != other_slim["efficiency"]
+    out = " ".join(wlb(words).out.split())
+    assert "cost of 7b on h100-sxm, TP 1 × CP 1 × PP 2 × DP 1" in out
+
+
+def test_s_max_of_pack_and_simulate_is_the_same_in_a_layout_of_flags(max_tokens) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("--seq-length: 8192", "--seq-length: 131072"))
+    words = "--distribution reference --packing hold --dp-size 2 --tp-size 2 --pp-size 2 --cp-size"
+    packed, simulated = (
+        [max_tokens(command, f"{words} {cp}") for cp in (1, 2)]
+        for command in ("pack", "simulate --num-seeds 1")
+    )
+    assert packed == simulated and packed[0] != packed[1]
+
+
+def test_gains_over_what_does_not_fit_memory_say_so(wlb) -> None:
+    """In sentences, JSON and report; where it fits, nothing is said."""
+    one = "--distribution reference --model recipe.yaml --steps 2"
+    commands = {
+        "pack": f"pack {one} --packing original,slim",
+        "simulate": f"simulate {one} --packing slim --num-seeds 1 --report r.html",
+        "plan": f"plan {one} --packing original,slim --refine 1 {LAYOUT}",
+        "dry run": "recipe run recipe.yaml --dry-run",
+    }
+    unfit = {
+        "plan": "no gain over original is told, which fits memory in no layout here",
+        "dry run": "original does not fit memory",
+    }
+    for gib, fits in ((20, False), (60, True)):
+        more = f"--wlb-packing: slim\n  --wlb-memory-gib: {gib}"
+        text = RECIPE.replace("8192", "65536").replace("--wlb-packing: hold", more)
+        Path("recipe.yaml").write_text(text)
+        for command, words in commands.items():
+            assert wlb.json(words)["original_fits"] is fits, command
+            out = re.sub("[\\s│]+", " ", wlb(words).out)
+            said = unfit.get(command, "original, which does not fit memory") in out
+            assert said is not fits, out
+        assert ("the work a second of original, which" in Path("r.html").read_text()) is not fits

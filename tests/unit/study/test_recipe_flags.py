@@ -41,7 +41,7 @@ def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Fl
     return {
         "Model": recipe.model_flags(shape),
         "Layout": recipe.layout_flags(scenario),
-        "Batch": recipe.batch_flags(scenario),
+        "Batch": recipe.batch_flags(scenario.window, scenario.num_micro_batches),
         "Workload balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "h200"),
     }
 
@@ -164,30 +164,15 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     assert wlb.wlb_hardware == "my machine.yaml"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--fp8-format hybrid",
-        "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather",
-        "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
-        "--num-layers-at-end-in-bf16 2",
-        "",
-    ],
-)
-def test_fp8_is_read_back_as_it_was_asked_for(words: str) -> None:
-    config = parse(["--num-layers", "8", "--bf16", *words.split()])
-    flags = recipe.fp8_flags(config.training)
-    given = [w for flag, x in flags.items() for w in ([flag] if x is True else [flag, str(x)])]
-    assert parse(["--num-layers", "8", "--bf16", *given]) == config
-    shape = planning.model_shape(config, 512)
-    scenario = Run(shape, Execution(Parallelism(pp_size=2)), load_hardware("h200"), 4096, 8)
-    assert recipe.layout_flags(scenario)["--pipeline-model-parallel-size"] == 2
-
-
-def test_unlike_layers_are_no_recipe() -> None:
+def test_model_that_no_flags_make_is_refused() -> None:
+    flags = recipe.model_flags(ODD)
+    recipe.check_model(flags, ODD)
     unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
-    with pytest.raises(ConfigError, match="12 equal layers; these are unlike"):
-        recipe.layout_flags(Run(unlike, Execution(), load_hardware("h200"), 4096, 8))
+    with pytest.raises(ConfigError, match="make another model, in layers; give"):
+        recipe.check_model(flags, unlike)
+
+
+def test_even_stages_are_no_flag() -> None:
     even = Run(
         ODD, Execution(Parallelism(pp_size=2, stage_layers=(6, 6))), load_hardware("h200"), 4096, 8
     )
