@@ -183,7 +183,9 @@ def plan_of(packing: str, units: Sequence[Units], replica: ReplicaCosts) -> Step
 
 def replica_of(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
     """Costs of one replica, whose S_max leaves room for padding."""
-    scheme = Scheme(layout.tp_size, layout.cp_size, layout.pp_size, layout.vpp_size)
+    # A scheme's TP says what lengths are padded to: nothing without sequence parallelism.
+    tp_size = layout.tp_size if layout.sequence_parallel else 1
+    scheme = Scheme(tp_size, layout.cp_size, layout.pp_size, layout.vpp_size)
     return ReplicaCosts(
         scheme,
         max_tokens - max_tokens % scheme.length_multiple,

@@ -21,15 +21,24 @@ def rank_us(plan: StepPlan) -> list[float]:
     return [sum(m.predicted_us for m in rank) for rank in plan.micro_batches]
 
 
+def multiple_of(layout: wlb.Parallelism) -> int:
+    """What lengths are padded to: each TP rank has its part of them with sequence parallelism."""
+    parts = layout.tp_size if layout.sequence_parallel else 1
+    return parts * (2 * layout.cp_size if layout.cp_size > 1 else 1)
+
+
 @st.composite
 def batches(draw):
     layout = wlb.Parallelism(
+        tp_size=draw(st.sampled_from([1, 4])),
         cp_size=draw(st.sampled_from([1, 2])),
         pp_size=draw(st.sampled_from([1, 2, 3])),
         dp_size=draw(st.integers(1, 4)),
+        sequence_parallel=draw(st.booleans()),
     )
     lengths = draw(st.lists(st.integers(1, 512), min_size=1, max_size=40))
-    return lengths, layout, draw(st.integers(max(lengths) + 3, 1024))
+    least = -(-max(lengths) // multiple_of(layout)) * multiple_of(layout)
+    return lengths, layout, draw(st.integers(least, 1024))
 
 
 @few_examples
@@ -45,7 +54,7 @@ def test_each_sample_runs_once_under_the_cap(batch, equal, grouped) -> None:
     assert len(plan.micro_batches) == layout.dp_size
     for micro_batch in plan:
         assert micro_batch.padded_length <= cap
-        assert micro_batch.padded_length % (2 * layout.cp_size if layout.cp_size > 1 else 1) == 0
+        assert micro_batch.padded_length % multiple_of(layout) == 0
     if equal:
         assert len({len(rank) for rank in plan.micro_batches}) == 1
     if groups:
