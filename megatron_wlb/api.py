@@ -99,6 +99,7 @@ def plan_steps(
         max_tokens: S_max, the most tokens of a micro-batch; two windows if not given.
         cost: what balance is measured by; :func:`model_cost` makes one for a model.
         layout: its ``dp_size`` ranks share a step; TP and CP decide what lengths are padded to.
+            Slices run alike on ranks that exchange tokens with each other's experts (``ep_size``).
         seed: of the order in which documents arrive.
         num_epochs: passes over the documents; None never ends.
 
@@ -106,6 +107,7 @@ def plan_steps(
         WLBError: documents that cannot be read or placed, or settings that cannot work.
     """
     _check(layout=layout)
+    layout.check_experts()
     source = _source(documents)
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     setting, workload = _workload(
@@ -114,8 +116,8 @@ def plan_steps(
     corpus = Corpus(source.title, source.lengths(0, window=window, seed=seed), None, None)
     corpora = Corpora([corpus], 0, {"train": [(0, len(corpus.lengths))]})
     split = Split(corpora, "train", num_epochs)
-    planner = replace(workload, source=split, layout=layout).planner(setting)
-    return iter(planner.next_plan, None)
+    workload = replace(workload, source=split, layout=layout, alike=layout.expert_replicas)
+    return iter(workload.planner(setting).next_plan, None)
 
 
 def plan_batch(
@@ -142,7 +144,7 @@ def plan_batch(
         max_tokens: S_max, the most tokens of a micro-batch, padding included; its TP × CP ranks
             share them.
         layout: its ``dp_size`` ranks share the step. Its pipeline decides how many micro-batches
-            are fastest.
+            are fastest. Slices run alike on ranks that exchange tokens with each other's experts.
         cost: what balance is measured by: the name of a model, which knows its stages best, a cost,
             or the path of a file of costs.
         hardware: a name or a file, for a model's name.
@@ -163,6 +165,7 @@ def plan_batch(
             groups of slices, weights of other lengths or below 0, a step that does not fit.
     """
     _check(layout=layout)
+    layout.check_experts()
     stored = LengthSource.of_lengths("lengths", np.asarray(lengths)).stored
     assert stored is not None
     sizes: list[int] = stored.tolist()
@@ -189,7 +192,7 @@ def plan_batch(
     return plan_step(
         sizes, max_tokens, cost, costs, layout,
         slices=slices, number=num_micro_batches, equal=equal_numbers, groups=groups,
-        targets=targets, memory=memory,
+        targets=targets, memory=memory, alike=layout.expert_replicas,
     )  # fmt: skip
 
 

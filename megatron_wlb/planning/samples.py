@@ -49,10 +49,12 @@ def plan_step(
     groups: Sequence[int] | None = None,
     targets: Sequence[Runs] | None = None,
     memory: MemoryLimit | None = None,
+    alike: int = 1,
 ) -> StepPlan:
     """Plans a step as :func:`megatron_wlb.plan_batch` says, by the costs of its stages.
 
-    Raises :class:`ConfigError` and :class:`PackingError` as there.
+    So many neighbouring replicas as are ``alike`` meet in each pass. Raises :class:`ConfigError`
+    and :class:`PackingError` as there.
     """
     if groups is not None and (slices or len(groups) != len(lengths)):
         why = "slices are not grouped" if slices else f"{len(lengths)} samples need a group each"
@@ -71,7 +73,9 @@ def plan_step(
             f"multiple of {multiple} counts); raise it, cut the sample or plan slices"
         )
     if slices:
-        plan = slice_samples(lengths, max_tokens, cost, costs, layout, number=number, memory=memory)
+        plan = slice_samples(
+            lengths, max_tokens, cost, costs, layout, number=number, memory=memory, alike=alike
+        )
     else:
         plan = plan_samples(
             lengths, max_tokens, costs, layout, number=number, equal=equal, groups=groups
@@ -142,6 +146,7 @@ def slice_samples(
     *,
     number: int | None = None,
     memory: MemoryLimit | None = None,
+    alike: int = 1,
 ) -> StepPlan:
     """Plans a step of slices of samples, as :func:`plan_step` says.
 
@@ -159,6 +164,7 @@ def slice_samples(
         length_multiple=replica.scheme.length_multiple,
         num_units=number,
         multiple=min(SLICE_MULTIPLE, replica.max_tokens),
+        alike=alike,
         merges=False,
         memory=memory,
         worst=worst,

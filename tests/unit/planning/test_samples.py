@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -81,6 +82,24 @@ def test_slices_cover_each_sample_in_order(batch) -> None:
                 assert seen.get(document.number, 0) == start
                 seen[document.number] = stop
     assert seen == dict(enumerate(lengths))
+
+
+@pytest.mark.parametrize("cost", ["mixtral-8x7b", wlb.DocumentCost(1.0, 1e-4, 2.0, 2e-4)])
+def test_slices_run_alike_on_replicas_that_share_experts(cost) -> None:
+    layout = wlb.Parallelism(pp_size=2, dp_size=4, ep_size=2)
+    batch = {"max_tokens": 16384, "slices": True, "cost": cost}
+    window = {"window": 16384, "num_micro_batches": 8, "packing": "slim"}
+    steps = [wlb.plan_batch(ROLLOUTS[:90], layout=layout, **batch)]
+    if not isinstance(cost, str):
+        steps += wlb.plan_steps(ROLLOUTS[:90], layout=layout, cost=cost, **window)
+    for plan in steps:
+        assert plan.chains[::2] == plan.chains[1::2]
+        assert wlb.simulate_step(plan, layout, model="mixtral-8x7b").num_tokens == plan.num_tokens
+    assert steps[0].num_tokens == sum(ROLLOUTS[:90])
+    unequal = wlb.Parallelism(dp_size=3, ep_size=2)
+    for plan in (partial(wlb.plan_batch, **batch), partial(wlb.plan_steps, **window)):
+        with pytest.raises(wlb.WLBError, match="EP 2 × expert TP 1 does not divide the 3 ranks"):
+            plan([5, 70], layout=unequal)
 
 
 @pytest.mark.parametrize("seed", range(5))
