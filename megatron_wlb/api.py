@@ -27,6 +27,7 @@ from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.hardware import LEAST, MOST, hardware_names
 from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
+from megatron_wlb.data.arrays import array_of
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
@@ -67,6 +68,7 @@ Stamp: TypeAlias = tuple[str, int, int]
 
 ONE_DEVICE = Parallelism()
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "cost": (Cost, "a cost, such as model_cost makes"),
     "layout": (Parallelism, "a Parallelism"),
     "plan": (StepPlan, "a StepPlan, one that plan_steps yields"),
     "packing": (str, "a name, such as hold"),
@@ -130,7 +132,7 @@ def plan_batch(
     slices: bool = False,
     num_micro_batches: int | None = None,
     equal_numbers: bool = True,
-    groups: Sequence[int] | None = None,
+    groups: npt.ArrayLike | None = None,
     weights: Sequence[npt.ArrayLike] | None = None,
     memory_gib: float | None = None,
 ) -> StepPlan:
@@ -166,16 +168,16 @@ def plan_batch(
     """
     _check(layout=layout)
     layout.check_experts()
-    stored = LengthSource.of_lengths("lengths", np.asarray(lengths)).stored
+    stored = LengthSource.of_lengths("lengths", array_of(lengths)).stored
     assert stored is not None
     sizes: list[int] = stored.tolist()
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
-    whole_number("max_tokens", max_tokens, multiple, MOST_TOKENS)
+    max_tokens, number = whole_number("max_tokens", max_tokens, multiple, MOST_TOKENS), None
     if num_micro_batches is not None:
-        whole_number("num_micro_batches", num_micro_batches, 1, MOST_MICRO_BATCHES)
+        number = whole_number("num_micro_batches", num_micro_batches, 1, MOST_MICRO_BATCHES)
     memory = None
     if memory_gib is not None:
-        real_number("memory_gib", memory_gib, LEAST, MOST)
+        memory_gib = real_number("memory_gib", memory_gib, LEAST, MOST)
         if not isinstance(cost, str):
             raise ConfigError(
                 f"memory_gib is {memory_gib:g}, and cost names no model; give a name, such as 7b"
@@ -187,11 +189,12 @@ def plan_batch(
         cost, costs = run.cost, run.costs
     else:
         cost = read_cost(cost, "cost") if isinstance(cost, Path) else cost
+        _check(cost=cost)
         costs = StepCosts(StageCosts.by_layers(cost, layout))
     targets = None if weights is None else targets_of("the batch", weights, stored)
     return plan_step(
         sizes, max_tokens, cost, costs, layout,
-        slices=slices, number=num_micro_batches, equal=equal_numbers, groups=groups,
+        slices=slices, number=number, equal=equal_numbers, groups=groups,
         targets=targets, memory=memory, alike=layout.expert_replicas,
     )  # fmt: skip
 
@@ -298,7 +301,7 @@ def _check(**given: object) -> None:
 def _source(documents: Documents) -> LengthSource:
     if isinstance(documents, str | Path):
         return LengthSource.of_corpora([str(documents)])
-    return LengthSource.of_lengths("lengths", np.asarray(documents))
+    return LengthSource.of_lengths("lengths", array_of(documents))
 
 
 def _workload(
@@ -311,10 +314,10 @@ def _workload(
     seed: int,
     multiple: int = 1,
 ) -> tuple[PackingSettings, Workload]:
-    _check(packing=packing)
-    whole_number("window", window, 2, MOST_TOKENS)
-    whole_number("num_micro_batches", num_micro_batches, 1)
-    whole_number("seed", seed, 0, 2**32 - 1)
+    _check(packing=packing, cost=cost)
+    window = whole_number("window", window, 2, MOST_TOKENS)
+    num_micro_batches = whole_number("num_micro_batches", num_micro_batches, 1)
+    seed = whole_number("seed", seed, 0, 2**32 - 1)
     source.check(window=window, long_documents="split")
     setting = PackingSettings.parse(
         packing, window, 2 * window if max_tokens is None else max_tokens

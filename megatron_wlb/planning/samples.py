@@ -16,9 +16,12 @@ from heapq import heapreplace
 from operator import itemgetter
 from typing import TypeAlias
 
+import numpy.typing as npt
+
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.data.arrays import array_of
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import Document, Span, StepPlan, Units
 from megatron_wlb.plan.sharding import length_multiple
@@ -46,7 +49,7 @@ def plan_step(
     slices: bool = False,
     number: int | None = None,
     equal: bool = True,
-    groups: Sequence[int] | None = None,
+    groups: npt.ArrayLike | None = None,
     targets: Sequence[Runs] | None = None,
     memory: MemoryLimit | None = None,
     alike: int = 1,
@@ -56,9 +59,16 @@ def plan_step(
     So many neighbouring replicas as are ``alike`` meet in each pass. Raises :class:`ConfigError`
     and :class:`PackingError` as there.
     """
-    if groups is not None and (slices or len(groups) != len(lengths)):
-        why = "slices are not grouped" if slices else f"{len(lengths)} samples need a group each"
-        raise ConfigError(f"groups has {len(groups)} numbers, but {why}; correct or leave it out")
+    group_of: list[int] | None = None
+    if groups is not None:
+        given = array_of(groups)
+        if slices or given.shape != (len(lengths),) or given.dtype.kind not in "iu":
+            why = f"{len(lengths)} samples need a whole number each"
+            raise ConfigError(
+                f"groups holds {given.dtype} of shape {given.shape}, but "
+                f"{'slices are not grouped' if slices else why}; correct or leave it out"
+            )
+        group_of = given.tolist()
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     longest, limit = max(range(len(lengths)), key=lengths.__getitem__), "max_tokens"
     if memory is not None and not slices:
@@ -78,7 +88,7 @@ def plan_step(
         )
     else:
         plan = plan_samples(
-            lengths, max_tokens, costs, layout, number=number, equal=equal, groups=groups
+            lengths, max_tokens, costs, layout, number=number, equal=equal, groups=group_of
         )
     return plan if targets is None else _with_targets(plan, targets)
 
@@ -112,7 +122,8 @@ def plan_samples(
     Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
     """
     replica, step = replica_of(costs, layout, max_tokens), StepDocuments(lengths)
-    spread = _together(step, replica, groups or range(len(lengths)), layout.dp_size)
+    group_of = range(len(lengths)) if groups is None else groups
+    spread = _together(step, replica, group_of, layout.dp_size)
     ways = [_packed(step, replica, spread, number, equal)]
     if groups is None:
         dispatched = _dispatched(step, replica, layout.dp_size)

@@ -95,7 +95,7 @@ class SampleTrainer:
         self,
         samples: Sequence[npt.ArrayLike],
         weights: Sequence[npt.ArrayLike] | None = None,
-        groups: Sequence[int] | None = None,
+        groups: npt.ArrayLike | None = None,
     ) -> SampleBatch:
         """Plans a step of samples.
 

@@ -62,7 +62,11 @@ def test_each_sample_runs_once_under_the_cap(batch, equal, grouped) -> None:
         owners = [{groups[n] for m in rank for n in m.samples} for rank in plan.micro_batches]
         assert sum(map(len, owners)) == len(set(groups))
     again = wlb.plan_batch(
-        np.array(lengths), max_tokens=cap, layout=layout, equal_numbers=equal, groups=groups
+        np.array(lengths),
+        max_tokens=np.int64(cap),  # type: ignore[arg-type]
+        layout=layout,
+        equal_numbers=equal,
+        groups=np.array(groups) if groups else None,
     )
     assert again.digest == plan.digest
 
@@ -153,11 +157,19 @@ def test_a_number_that_is_given_is_kept_and_packed_across_ranks() -> None:
         ),
         ({"lengths": []}, "lengths has no lengths"),
         ({"lengths": [0]}, "length number 1 is 0"),
-        ({"groups": [1]}, "groups has 1 numbers, but 3 samples need a group each"),
+        ({"lengths": [[5], [6, 7]]}, "lengths holds object"),
+        ({"groups": [1]}, r"groups holds int64 of shape \(1,\), but 3 samples need a whole number"),
+        ({"groups": 3}, "groups holds int64 of shape"),
+        ({"groups": ["a", 1, 2]}, "groups holds <U"),
         ({"groups": [1, 1, 2], "slices": True}, "slices are not grouped"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"num_micro_batches": 0}, "num_micro_batches is 0"),
         ({"cost": "7bb"}, "7bb"),
+        ({"cost": None}, "cost is None; give a cost"),
+        ({"weights": [np.ones((1, n)) for n in (5, 6, 7)]}, r"mask of document 0 holds .*\(1, 5\)"),
+        ({"weights": ["a" * n for n in (5, 6, 7)]}, "mask of document 0 holds <U5"),
+        ({"weights": [np.ones(n) * 1j for n in (5, 6, 7)]}, "mask of document 0 holds complex128"),
+        ({"weights": [[1] * 5, [[1], 2], [1] * 7]}, "mask of document 1 holds object"),
         ({"layout": 3}, "layout is 3"),
     ],
 )
