@@ -136,6 +136,21 @@ def test_a_pipeline_gets_more_micro_batches_and_slices_are_faster_still() -> Non
     assert times_us[2] < 0.97 * times_us[1]
 
 
+def test_long_samples_lie_together_where_that_is_faster() -> None:
+    """Then only one of the pipelines waits for long ones."""
+    layout, lengths = wlb.Parallelism(pp_size=2, dp_size=2), [32768, 32768, *[3000] * 64]
+    same = {"max_tokens": 32768, "layout": layout, "cost": "7b"}
+    plan = wlb.plan_batch(lengths, **same)
+    spread = wlb.plan_batch(lengths, **same, groups=range(66))
+    long = [
+        [sum(0 in m.samples or 1 in m.samples for m in own) for own in one.micro_batches]
+        for one in (plan, spread)
+    ]
+    assert {*long[0]} == {0, 2} and long[1] == [1, 1]
+    times_us = [wlb.simulate_step(one, layout).step_us for one in (plan, spread)]
+    assert times_us[0] < 0.96 * times_us[1]
+
+
 def test_a_number_that_is_given_is_kept_and_packed_across_ranks() -> None:
     """One rank alone could not hold its share by work: room is found over all of them."""
     lengths = [60, 5, 5, 5, 5, 5, 5, 5, 5]
@@ -218,3 +233,25 @@ def test_memory_bounds_micro_batches_and_slices() -> None:
     for wrong in ({"cost": wlb.DocumentCost(1, 1, 2, 2)}, {"memory_gib": 0}):
         with pytest.raises(wlb.WLBError, match="memory_gib"):
             wlb.plan_batch(lengths, **{**given, "memory_gib": 30, **wrong})
+
+
+def test_memory_is_counted_of_as_many_micro_batches_as_virtual_stages_hold() -> None:
+    layout = wlb.Parallelism(tp_size=4, pp_size=4, vpp_size=2, sequence_parallel=True)
+    given = {"max_tokens": 10**6, "layout": layout, "cost": "7b", "memory_gib": 30}
+    with pytest.raises(wlb.WLBError, match="above what fits 30 GiB") as told:
+        wlb.plan_batch([10**6], **given)
+    fitting = int(str(told.value).split("GiB, ")[1].split()[0])
+    plan = wlb.plan_batch([fitting] * 32, **given)
+    peak_gib = wlb.simulate_step(plan, layout).peak_bytes / 2**30
+    assert 0.99 * 30 < peak_gib <= 30
+
+
+def test_memory_is_that_of_the_rank_with_the_longest_sample() -> None:
+    layout = wlb.Parallelism(tp_size=4, pp_size=4, dp_size=2, sequence_parallel=True)
+    given = {"max_tokens": 65536, "layout": layout, "cost": "7b", "slices": True}
+    lengths = [60000, *[1000] * 31]
+    plan = wlb.plan_batch(lengths, **given, memory_gib=20)
+    assert any(m.recomputed for m in plan)
+    assert wlb.simulate_step(plan, layout).peak_bytes <= 20 * 2**30
+    with pytest.raises(wlb.WLBError, match=r"slices of 32 samples need 13.67 GiB, above 13 GiB"):
+        wlb.plan_batch(lengths, **given, memory_gib=13, num_micro_batches=16)
