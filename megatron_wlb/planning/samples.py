@@ -32,6 +32,7 @@ from megatron_wlb.planning.assign import bins_of, laid_out, pack, replica_us
 from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.numbers import NumberChooser
 from megatron_wlb.planning.packing.slim import SlimPacker
+from megatron_wlb.planning.planner import hosting_bytes
 from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer
 
@@ -195,7 +196,7 @@ def slice_samples(
 def plan_of(packing: str, units: Sequence[Units], replica: ReplicaCosts) -> StepPlan:
     """The plan of a step in which each data-parallel rank runs such units."""
     ranks, chains = laid_out([(own, replica) for own in units])
-    return StepPlan(0, packing, ranks, 0, 0, chains)
+    return StepPlan(0, packing, ranks, 0, 0, chains, window_bytes=hosting_bytes(units))
 
 
 def replica_of(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
