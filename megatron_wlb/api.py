@@ -27,6 +27,7 @@ from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.hardware import LEAST, MOST, hardware_names
 from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
+from megatron_wlb.data.arrays import array_of
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
@@ -67,6 +68,7 @@ Stamp: TypeAlias = tuple[str, int, int]
 
 ONE_DEVICE = Parallelism()
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "cost": (Cost, "a cost, such as model_cost makes"),
     "layout": (Parallelism, "a Parallelism"),
     "plan": (StepPlan, "a StepPlan, one that plan_steps yields"),
     "packing": (str, "a name, such as hold"),
@@ -99,6 +101,7 @@ def plan_steps(
         max_tokens: S_max, the most tokens of a micro-batch; two windows if not given.
         cost: what balance is measured by; :func:`model_cost` makes one for a model.
         layout: its ``dp_size`` ranks share a step; TP and CP decide what lengths are padded to.
+            Slices run alike on ranks that exchange tokens with each other's experts (``ep_size``).
         seed: of the order in which documents arrive.
         num_epochs: passes over the documents; None never ends.
 
@@ -106,6 +109,7 @@ def plan_steps(
         WLBError: documents that cannot be read or placed, or settings that cannot work.
     """
     _check(layout=layout)
+    layout.check_experts()
     source = _source(documents)
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     setting, workload = _workload(
@@ -114,8 +118,8 @@ def plan_steps(
     corpus = Corpus(source.title, source.lengths(0, window=window, seed=seed), None, None)
     corpora = Corpora([corpus], 0, {"train": [(0, len(corpus.lengths))]})
     split = Split(corpora, "train", num_epochs)
-    planner = replace(workload, source=split, layout=layout).planner(setting)
-    return iter(planner.next_plan, None)
+    workload = replace(workload, source=split, layout=layout, alike=layout.expert_replicas)
+    return iter(workload.planner(setting).next_plan, None)
 
 
 def plan_batch(
@@ -128,7 +132,7 @@ def plan_batch(
     slices: bool = False,
     num_micro_batches: int | None = None,
     equal_numbers: bool = True,
-    groups: Sequence[int] | None = None,
+    groups: npt.ArrayLike | None = None,
     weights: Sequence[npt.ArrayLike] | None = None,
     memory_gib: float | None = None,
 ) -> StepPlan:
@@ -142,7 +146,7 @@ def plan_batch(
         max_tokens: S_max, the most tokens of a micro-batch, padding included; its TP × CP ranks
             share them.
         layout: its ``dp_size`` ranks share the step. Its pipeline decides how many micro-batches
-            are fastest.
+            are fastest. Slices run alike on ranks that exchange tokens with each other's experts.
         cost: what balance is measured by: the name of a model, which knows its stages best, a cost,
             or the path of a file of costs.
         hardware: a name or a file, for a model's name.
@@ -163,16 +167,17 @@ def plan_batch(
             groups of slices, weights of other lengths or below 0, a step that does not fit.
     """
     _check(layout=layout)
-    stored = LengthSource.of_lengths("lengths", np.asarray(lengths)).stored
+    layout.check_experts()
+    stored = LengthSource.of_lengths("lengths", array_of(lengths)).stored
     assert stored is not None
     sizes: list[int] = stored.tolist()
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
-    whole_number("max_tokens", max_tokens, multiple, MOST_TOKENS)
+    max_tokens, number = whole_number("max_tokens", max_tokens, multiple, MOST_TOKENS), None
     if num_micro_batches is not None:
-        whole_number("num_micro_batches", num_micro_batches, 1, MOST_MICRO_BATCHES)
+        number = whole_number("num_micro_batches", num_micro_batches, 1, MOST_MICRO_BATCHES)
     memory = None
     if memory_gib is not None:
-        real_number("memory_gib", memory_gib, LEAST, MOST)
+        memory_gib = real_number("memory_gib", memory_gib, LEAST, MOST)
         if not isinstance(cost, str):
             raise ConfigError(
                 f"memory_gib is {memory_gib:g}, and cost names no model; give a name, such as 7b"
@@ -184,12 +189,13 @@ def plan_batch(
         cost, costs = run.cost, run.costs
     else:
         cost = read_cost(cost, "cost") if isinstance(cost, Path) else cost
+        _check(cost=cost)
         costs = StepCosts(StageCosts.by_layers(cost, layout))
     targets = None if weights is None else targets_of("the batch", weights, stored)
     return plan_step(
         sizes, max_tokens, cost, costs, layout,
-        slices=slices, number=num_micro_batches, equal=equal_numbers, groups=groups,
-        targets=targets, memory=memory,
+        slices=slices, number=number, equal=equal_numbers, groups=groups,
+        targets=targets, memory=memory, alike=layout.expert_replicas,
     )  # fmt: skip
 
 
@@ -295,7 +301,7 @@ def _check(**given: object) -> None:
 def _source(documents: Documents) -> LengthSource:
     if isinstance(documents, str | Path):
         return LengthSource.of_corpora([str(documents)])
-    return LengthSource.of_lengths("lengths", np.asarray(documents))
+    return LengthSource.of_lengths("lengths", array_of(documents))
 
 
 def _workload(
@@ -308,10 +314,10 @@ def _workload(
     seed: int,
     multiple: int = 1,
 ) -> tuple[PackingSettings, Workload]:
-    _check(packing=packing)
-    whole_number("window", window, 2, MOST_TOKENS)
-    whole_number("num_micro_batches", num_micro_batches, 1)
-    whole_number("seed", seed, 0, 2**32 - 1)
+    _check(packing=packing, cost=cost)
+    window = whole_number("window", window, 2, MOST_TOKENS)
+    num_micro_batches = whole_number("num_micro_batches", num_micro_batches, 1)
+    seed = whole_number("seed", seed, 0, 2**32 - 1)
     source.check(window=window, long_documents="split")
     setting = PackingSettings.parse(
         packing, window, 2 * window if max_tokens is None else max_tokens

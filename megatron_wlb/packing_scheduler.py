@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.trainers import TOKENS, cost_of_flops, filled_plan
+from megatron_wlb.trainers import TOKENS, cost_of_flops, filled_ranks
 
 Groups = list[list[list[int]]]
 """``[micro-batches][DP × CP ranks][numbers of samples]``; CP ranks of a DP rank have the same."""
@@ -94,14 +94,10 @@ def groups_of(
                 "together; raise --max-seqlen-per-dp-cp-rank or cut the sample"
             )
     lengths = [length for _, length in samples]
-    plan = filled_plan(lengths, max_tokens, layout, cost, most_samples=most_samples)
+    ranks = filled_ranks(lengths, max_tokens, layout, cost, most_samples=most_samples)
     return [
-        [
-            sorted(samples[n][0] for n in micro_batch.samples)
-            for micro_batch in turn
-            for _ in range(cp_size)
-        ]
-        for turn in zip(*plan.micro_batches, strict=True)
+        [sorted(samples[n][0] for n in micro_batch) for micro_batch in turn for _ in range(cp_size)]
+        for turn in zip(*ranks, strict=True)
     ]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from itertools import repeat
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,27 +162,28 @@ def _check(value: object) -> None:
 
 
 def whole_number(name: str, value: object, least: int, most: int = MAX_SIZE) -> int:
-    """Returns ``value`` if it is a whole number in ``[least, most]``.
+    """Returns ``value`` if it is a whole number in ``[least, most]``, numpy's too.
 
     Raises :class:`ConfigError`, which names it ``name``.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} is {shown(value)}; give a whole number")
-    _check_limits(name, value, least, most)
-    return value
+    _check_limits(name, int(value), least, most)
+    return int(value)
 
 
 def real_number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> float:
-    """Returns ``value`` if it is a finite number in ``[least, most]``.
+    """Returns ``value`` if it is a finite number in ``[least, most]``, numpy's too.
 
     Raises :class:`ConfigError`, which names it ``name``.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} is {shown(value)}; give a number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}; give a finite number")
-    _check_limits(name, value, least, most)
-    return float(value)
+    number = int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ConfigError(f"{name} is {number}; give a finite number")
+    _check_limits(name, number, least, most)
+    return float(number)
 
 
 def truth(name: str, value: object) -> bool:

@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_wlb.cost import DocumentCost, Parallelism
-from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.sharding import length_multiple
-from megatron_wlb.trainers import TOKENS, cost_of_flops, filled_plan
+from megatron_wlb.trainers import TOKENS, cost_of_flops, filled_ranks
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
@@ -35,7 +34,7 @@ def build_dp_schedule(
     """Takes and returns what slime's function of this name does: ``(partitions,
     micro_batch_indices, num_microbatches, global_batch_sizes)``.
 
-    Raises :class:`ConfigError` where a rank has fewer samples than micro-batches, and what slime
+    Raises :class:`ConfigError` where samples are fewer than micro-batches, and what slime
     raises for less than a step of rollouts.
     """
     if not args.use_dynamic_batch_size:
@@ -62,20 +61,22 @@ def build_dp_schedule(
     numbers = []
     for first in range(0, steps * global_batch_size, global_batch_size):
         samples = [n for own in of_step[first : first + global_batch_size] for n in own]
-        plan = _plan([total_lengths[n] for n in samples], layout, cost, args)
-        numbers.append(len(plan.micro_batches[0]))
-        for mine, schedule, rank in zip(partitions, micro_batches, plan.micro_batches, strict=True):
+        ranks = _ranks([total_lengths[n] for n in samples], layout, cost, args)
+        numbers.append(len(ranks[0]))
+        for mine, schedule, rank in zip(partitions, micro_batches, ranks, strict=True):
             for micro_batch in rank:
-                schedule.append(list(range(len(mine), len(mine) + len(micro_batch.samples))))
-                mine += [samples[n] for n in micro_batch.samples]
+                schedule.append(list(range(len(mine), len(mine) + len(micro_batch))))
+                mine += [samples[n] for n in micro_batch]
     return partitions, micro_batches, numbers, [global_batch_size] * steps
 
 
-def _plan(lengths: list[int], layout: Parallelism, cost: DocumentCost, args: Any) -> StepPlan:
-    """A plan in which each micro-batch has a sample."""
+def _ranks(
+    lengths: list[int], layout: Parallelism, cost: DocumentCost, args: Any
+) -> list[list[list[int]]]:
+    """The micro-batches of each rank, each of which has a sample."""
     cap = args.max_tokens_per_gpu * layout.cp_size
     cap -= cap % length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
-    return filled_plan(lengths, cap, layout, cost)
+    return filled_ranks(lengths, cap, layout, cost)
 
 
 def _layout(args: Any, config: Mapping[str, int]) -> Parallelism:

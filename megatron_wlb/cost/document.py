@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import real_number, record, whole_number
@@ -72,6 +72,7 @@ class Work:
         return self.backward_linear_us + self.backward_attention_us
 
 
+@runtime_checkable
 class Cost(CostModel, Protocol):
     """A cost that can also be taken apart and stored: what a run plans with."""
 

@@ -277,12 +277,14 @@ class Parallelism:
         replica = self.tp_size * self.cp_size
         return min(self.dp_size, math.lcm(replica, self.expert_ranks) // replica)
 
-    def check_experts(self, shape: ModelShape) -> None:
-        """Raises :class:`ConfigError` where ranks do not divide over the experts' groups."""
-        ranks = self.tp_size * self.cp_size * self.dp_size
-        if self.ep_size > 1 and not shape.experts:
+    def check_experts(self, shape: ModelShape | None = None) -> None:
+        """Raises :class:`ConfigError` where ranks do not divide over the experts' groups, or a
+        model that is known has none.
+        """
+        ranks, has_experts = self.tp_size * self.cp_size * self.dp_size, not shape or shape.experts
+        if self.ep_size > 1 and not has_experts:
             raise ConfigError(f"EP is {self.ep_size}, but the model has no experts; leave it out")
-        if shape.experts and ranks % self.expert_ranks:
+        if has_experts and ranks % self.expert_ranks:
             raise ConfigError(
                 f"EP {self.ep_size} × expert TP {self.expert_tp_size} does not divide the {ranks} "
                 "ranks of a stage (TP × CP × DP); choose a divisor"

@@ -1,4 +1,4 @@
-"""An array of a file, without trust in the file."""
+"""Arrays of a file or of a caller, without trust in either."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import numpy.typing as npt
 
 from megatron_wlb.files import open_file
 from megatron_wlb.reading import one_line
+
+
+def array_of(values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Values as numpy has them; one object for rows of unlike lengths, which are no array."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.asarray(None)
 
 
 def open_array(path: Path) -> npt.NDArray[Any]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_wlb.data.arrays import array_of
 from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.errors import CorpusError
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,9 +21,21 @@ class SampleCorpus(Corpus):
 
     @classmethod
     def of(cls, samples: Sequence[npt.ArrayLike]) -> SampleCorpus:
-        """Takes the token ids of each sample, ``[length]``."""
-        stored = [np.asarray(sample, dtype=np.int64) for sample in samples]
-        lengths = np.array([len(sample) for sample in stored], dtype=np.int64)
+        """Takes the token ids of each sample, ``[length]``.
+
+        Raises :class:`CorpusError` for samples that are none, or no lists of whole numbers.
+        """
+        arrays = [array_of(sample) for sample in samples]
+        for number, array in enumerate(arrays):
+            if array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
+                raise CorpusError(
+                    f"sample {number} holds {array.dtype} of shape {array.shape}; give a list of "
+                    "token ids"
+                )
+        lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+        if not len(lengths):
+            raise CorpusError("a batch has no samples; give at least one")
+        stored = [array.astype(np.int64, copy=False) for array in arrays]
         return cls("samples", lengths, None, None, stored)
 
     def open_tokens(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.data.arrays import open_array
+from megatron_wlb.data.arrays import array_of, open_array
 from megatron_wlb.data.index import read_lengths
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.files import replacing
@@ -99,7 +99,13 @@ def targets_of(
 
     Raises CorpusError, which begins with ``name``, as :func:`write_targets`.
     """
-    arrays = [np.asarray(mask) for mask in masks]
+    arrays = [array_of(mask) for mask in masks]
+    for number, array in enumerate(arrays):
+        if array.ndim != 1 or array.dtype.kind not in "biuf":
+            raise CorpusError(
+                f"{name}: the mask of document {number} holds {array.dtype} of shape "
+                f"{array.shape}; give a list of numbers"
+            )
     found = np.array([array.size for array in arrays], dtype=np.int64)
     if not np.array_equal(found, lengths):
         raise CorpusError(

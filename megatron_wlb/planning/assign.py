@@ -262,6 +262,7 @@ def bins_of(step: StepDocuments, costs: ReplicaCosts, documents: list[int], numb
     """LPT into so many micro-batches, or more where they would not hold all, in running order."""
     unit = costs.number_multiple
     times_us, lengths = step.us(costs)[documents], step.lengths[documents]
+    assert lengths.max(initial=0) <= costs.max_tokens  # Else no number has room.
     while True:
         found = place(times_us, lengths, number, costs.max_tokens)
         if not len(found.left):

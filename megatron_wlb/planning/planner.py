@@ -100,6 +100,11 @@ def each_rank(num_micro_batches: int, dp_size: int) -> int:
     return num_micro_batches // dp_size
 
 
+def hosting_bytes(replicas: Sequence[Units]) -> float:
+    """:attr:`.StepPlan.window_bytes` of a step of such units."""
+    return max((own.window_bytes for own in replicas if HOST in own.recomputed), default=0.0)
+
+
 def merged_multiple(length_multiple: int, num_replicas: int) -> int:
     """What a micro-batch is padded to a multiple of that so many replicas run together; none for
     one that runs on its own. The replicas share its tokens as context-parallel ranks do.
@@ -187,8 +192,7 @@ class Planner:
             units = self.slicing.cut(list(chain.from_iterable(packed)), self.step)
             ranks = self._units(units)
             chains = tuple(tuple(replica.chains) for replica in units)
-            hosting = (own.window_bytes for own in units if HOST in own.recomputed)
-            window_bytes = max(hosting, default=0.0)
+            window_bytes = hosting_bytes(units)
         else:
             ranks = self._ranks(list(map(_whole, packed)))
         num_waiting, waiting_tokens = self._waiting()

@@ -16,9 +16,12 @@ from heapq import heapreplace
 from operator import itemgetter
 from typing import TypeAlias
 
+import numpy.typing as npt
+
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.data.arrays import array_of
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import Document, Span, StepPlan, Units
 from megatron_wlb.plan.sharding import length_multiple
@@ -29,6 +32,7 @@ from megatron_wlb.planning.assign import bins_of, laid_out, pack, replica_us
 from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.numbers import NumberChooser
 from megatron_wlb.planning.packing.slim import SlimPacker
+from megatron_wlb.planning.planner import hosting_bytes
 from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer
 
@@ -46,17 +50,26 @@ def plan_step(
     slices: bool = False,
     number: int | None = None,
     equal: bool = True,
-    groups: Sequence[int] | None = None,
+    groups: npt.ArrayLike | None = None,
     targets: Sequence[Runs] | None = None,
     memory: MemoryLimit | None = None,
+    alike: int = 1,
 ) -> StepPlan:
     """Plans a step as :func:`megatron_wlb.plan_batch` says, by the costs of its stages.
 
-    Raises :class:`ConfigError` and :class:`PackingError` as there.
+    So many neighbouring replicas as are ``alike`` meet in each pass. Raises :class:`ConfigError`
+    and :class:`PackingError` as there.
     """
-    if groups is not None and (slices or len(groups) != len(lengths)):
-        why = "slices are not grouped" if slices else f"{len(lengths)} samples need a group each"
-        raise ConfigError(f"groups has {len(groups)} numbers, but {why}; correct or leave it out")
+    group_of: list[int] | None = None
+    if groups is not None:
+        given = array_of(groups)
+        if slices or given.shape != (len(lengths),) or given.dtype.kind not in "iu":
+            why = f"{len(lengths)} samples need a whole number each"
+            raise ConfigError(
+                f"groups holds {given.dtype} of shape {given.shape}, but "
+                f"{'slices are not grouped' if slices else why}; correct or leave it out"
+            )
+        group_of = given.tolist()
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     longest, limit = max(range(len(lengths)), key=lengths.__getitem__), "max_tokens"
     if memory is not None and not slices:
@@ -71,10 +84,12 @@ def plan_step(
             f"multiple of {multiple} counts); raise it, cut the sample or plan slices"
         )
     if slices:
-        plan = slice_samples(lengths, max_tokens, cost, costs, layout, number=number, memory=memory)
+        plan = slice_samples(
+            lengths, max_tokens, cost, costs, layout, number=number, memory=memory, alike=alike
+        )
     else:
         plan = plan_samples(
-            lengths, max_tokens, costs, layout, number=number, equal=equal, groups=groups
+            lengths, max_tokens, costs, layout, number=number, equal=equal, groups=group_of
         )
     return plan if targets is None else _with_targets(plan, targets)
 
@@ -108,7 +123,8 @@ def plan_samples(
     Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
     """
     replica, step = replica_of(costs, layout, max_tokens), StepDocuments(lengths)
-    spread = _together(step, replica, groups or range(len(lengths)), layout.dp_size)
+    group_of = range(len(lengths)) if groups is None else groups
+    spread = _together(step, replica, group_of, layout.dp_size)
     ways = [_packed(step, replica, spread, number, equal)]
     if groups is None:
         dispatched = _dispatched(step, replica, layout.dp_size)
@@ -142,6 +158,7 @@ def slice_samples(
     *,
     number: int | None = None,
     memory: MemoryLimit | None = None,
+    alike: int = 1,
 ) -> StepPlan:
     """Plans a step of slices of samples, as :func:`plan_step` says.
 
@@ -159,6 +176,7 @@ def slice_samples(
         length_multiple=replica.scheme.length_multiple,
         num_units=number,
         multiple=min(SLICE_MULTIPLE, replica.max_tokens),
+        alike=alike,
         merges=False,
         memory=memory,
         worst=worst,
@@ -178,12 +196,14 @@ def slice_samples(
 def plan_of(packing: str, units: Sequence[Units], replica: ReplicaCosts) -> StepPlan:
     """The plan of a step in which each data-parallel rank runs such units."""
     ranks, chains = laid_out([(own, replica) for own in units])
-    return StepPlan(0, packing, ranks, 0, 0, chains)
+    return StepPlan(0, packing, ranks, 0, 0, chains, window_bytes=hosting_bytes(units))
 
 
 def replica_of(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
     """Costs of one replica, whose S_max leaves room for padding."""
-    scheme = Scheme(layout.tp_size, layout.cp_size, layout.pp_size, layout.vpp_size)
+    # A scheme's TP says what lengths are padded to: nothing without sequence parallelism.
+    tp_size = layout.tp_size if layout.sequence_parallel else 1
+    scheme = Scheme(tp_size, layout.cp_size, layout.pp_size, layout.vpp_size)
     return ReplicaCosts(
         scheme,
         max_tokens - max_tokens % scheme.length_multiple,

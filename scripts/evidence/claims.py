@@ -43,7 +43,7 @@ Made by `scripts/evidence/claims.py` of `scripts/evidence/claims.yaml`; do not e
 figure is *measured*, *counted*, *tested*, *modelled*, *simulated* or *read*
 ([glossary.md](glossary.md)). Each stands on the page named, which its command makes, or which says
 what the command printed. A test finds figures that their pages no longer have, and numbers of the
-README that are not here. Commands are numbered, and listed below. Nothing was measured on a GPU.
+README that are not here. Commands are numbered, and listed below.
 
 | Claim | Figure | Spread | Kind | Date | Command | Page |
 | --- | --- | --- | --- | --- | --- | --- |

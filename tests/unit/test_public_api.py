@@ -115,6 +115,7 @@ def test_api_says_what_an_argument_has_to_be() -> None:
     plan = next(wlb.plan_steps([3, 4], **BATCH))
     for call, complaint in (
         (lambda: wlb.plan_steps([3], **BATCH, layout=3), "layout is 3; give a Parallelism"),
+        (lambda: wlb.plan_steps([3], **BATCH, cost="7b"), "cost is '7b'; give a cost"),
         (lambda: wlb.simulate_step(plan, 3), "layout is 3; give a Parallelism"),
         (lambda: wlb.simulate_step(3), "plan is 3; give a StepPlan"),
         (lambda: wlb.simulate_step(plan, model=3), "model is 3; give a name, such as 7b"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_wlb.errors import ConfigError
@@ -17,6 +18,8 @@ from megatron_wlb.reading import MAX_FILE_BYTES, read_mapping, real_number, whol
         (math.nan, "x is nan; give a finite number"),
         (math.inf, "x is inf; give a finite number"),
         (True, "x is True; give a number"),
+        (np.True_, "x is np.True_; give a number"),
+        (np.float32("nan"), "x is nan; give a finite number"),
         ("3", "x is '3'; give a number"),
         (None, "x is None; give a number"),
         (0.4, "x is 0.4; give at least 0.5"),
@@ -28,14 +31,15 @@ def test_real_number_is_finite_and_within_its_limits(value: object, complaint: s
     with pytest.raises(ConfigError) as caught:
         real_number("x", value, 0.5, 7)
     assert str(caught.value).startswith(complaint)
-    assert [real_number("x", edge, 0.5, 7) for edge in (0.5, 7)] == [0.5, 7.0]
+    assert [real_number("x", edge, 0.5, 7) for edge in (0.5, 7, np.float32(2))] == [0.5, 7.0, 2.0]
 
 
 @pytest.mark.parametrize("value", [True, 3.0, "3", None, 1, 8, pytest.param(10**5000, id="huge")])
 def test_whole_number_is_whole_and_within_its_limits(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^n is "):
         whole_number("n", value, 2, 7)
-    assert [whole_number("n", edge, 2, 7) for edge in (2, 7)] == [2, 7]
+    found = [whole_number("n", edge, 2, 7) for edge in (2, 7, np.int64(5))]
+    assert found == [2, 7, 5] and {*map(type, found)} == {int}
 
 
 @pytest.mark.parametrize(

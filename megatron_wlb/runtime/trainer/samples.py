@@ -87,6 +87,7 @@ class SampleTrainer:
         run = run_of(config, padded, dp_size, cost=self._cost)
         self._costs = shaping_costs(config, run)
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
+        self._alike = run.alike
         self.layout = parallelism(config, dp_size)
         self._max_tokens = max_tokens(config, padded, dp_size)
 
@@ -94,7 +95,7 @@ class SampleTrainer:
         self,
         samples: Sequence[npt.ArrayLike],
         weights: Sequence[npt.ArrayLike] | None = None,
-        groups: Sequence[int] | None = None,
+        groups: npt.ArrayLike | None = None,
     ) -> SampleBatch:
         """Plans a step of samples.
 
@@ -112,7 +113,7 @@ class SampleTrainer:
         plan = plan_step(
             corpus.lengths.tolist(), self._max_tokens, self._cost, self._costs, self.layout,
             slices=kind_of(self.config.wlb.wlb_packing).slices, groups=groups, targets=targets,
-            memory=self._memory,
+            memory=self._memory, alike=self._alike,
         )  # fmt: skip
         return SampleBatch(corpus, plan)
 

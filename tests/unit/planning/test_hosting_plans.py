@@ -23,6 +23,7 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.run import Run
+from megatron_wlb.planning.samples import plan_step
 from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.step import Simulator
@@ -263,3 +264,11 @@ def test_hosted_bytes_are_what_a_pass_keeps_but_what_it_received() -> None:
     )
     assert 0.9 * 1000 * tape.saved_per_token < first <= 1000 * tape.saved_per_token
     assert end == pytest.approx(1000 * (last.saved_per_token - last.operations[0].saved), rel=1e-3)
+
+
+def test_samples_that_wait_in_the_host_s_memory_have_windows_too() -> None:
+    run = run_with(64.0, 14.0, layout=dataclasses.replace(LAYOUT, cp_size=1))
+    given = run.cost, run.costs, run.parallelism
+    plan = plan_step([60000, *[1000] * 31], 65536, *given, slices=True, memory=run.memory_limit)
+    assert num_hosted([plan]) and plan.window_bytes > 0
+    assert peak_gib(run, [plan]) <= 14

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -21,15 +22,24 @@ def rank_us(plan: StepPlan) -> list[float]:
     return [sum(m.predicted_us for m in rank) for rank in plan.micro_batches]
 
 
+def multiple_of(layout: wlb.Parallelism) -> int:
+    """What lengths are padded to: each TP rank has its part of them with sequence parallelism."""
+    parts = layout.tp_size if layout.sequence_parallel else 1
+    return parts * (2 * layout.cp_size if layout.cp_size > 1 else 1)
+
+
 @st.composite
 def batches(draw):
     layout = wlb.Parallelism(
+        tp_size=draw(st.sampled_from([1, 4])),
         cp_size=draw(st.sampled_from([1, 2])),
         pp_size=draw(st.sampled_from([1, 2, 3])),
         dp_size=draw(st.integers(1, 4)),
+        sequence_parallel=draw(st.booleans()),
     )
     lengths = draw(st.lists(st.integers(1, 512), min_size=1, max_size=40))
-    return lengths, layout, draw(st.integers(max(lengths) + 3, 1024))
+    least = -(-max(lengths) // multiple_of(layout)) * multiple_of(layout)
+    return lengths, layout, draw(st.integers(least, 1024))
 
 
 @few_examples
@@ -45,14 +55,18 @@ def test_each_sample_runs_once_under_the_cap(batch, equal, grouped) -> None:
     assert len(plan.micro_batches) == layout.dp_size
     for micro_batch in plan:
         assert micro_batch.padded_length <= cap
-        assert micro_batch.padded_length % (2 * layout.cp_size if layout.cp_size > 1 else 1) == 0
+        assert micro_batch.padded_length % multiple_of(layout) == 0
     if equal:
         assert len({len(rank) for rank in plan.micro_batches}) == 1
     if groups:
         owners = [{groups[n] for m in rank for n in m.samples} for rank in plan.micro_batches]
         assert sum(map(len, owners)) == len(set(groups))
     again = wlb.plan_batch(
-        np.array(lengths), max_tokens=cap, layout=layout, equal_numbers=equal, groups=groups
+        np.array(lengths),
+        max_tokens=np.int64(cap),  # type: ignore[arg-type]
+        layout=layout,
+        equal_numbers=equal,
+        groups=np.array(groups) if groups else None,
     )
     assert again.digest == plan.digest
 
@@ -72,6 +86,24 @@ def test_slices_cover_each_sample_in_order(batch) -> None:
                 assert seen.get(document.number, 0) == start
                 seen[document.number] = stop
     assert seen == dict(enumerate(lengths))
+
+
+@pytest.mark.parametrize("cost", ["mixtral-8x7b", wlb.DocumentCost(1.0, 1e-4, 2.0, 2e-4)])
+def test_slices_run_alike_on_replicas_that_share_experts(cost) -> None:
+    layout = wlb.Parallelism(pp_size=2, dp_size=4, ep_size=2)
+    batch = {"max_tokens": 16384, "slices": True, "cost": cost}
+    window = {"window": 16384, "num_micro_batches": 8, "packing": "slim"}
+    steps = [wlb.plan_batch(ROLLOUTS[:90], layout=layout, **batch)]
+    if not isinstance(cost, str):
+        steps += wlb.plan_steps(ROLLOUTS[:90], layout=layout, cost=cost, **window)
+    for plan in steps:
+        assert plan.chains[::2] == plan.chains[1::2]
+        assert wlb.simulate_step(plan, layout, model="mixtral-8x7b").num_tokens == plan.num_tokens
+    assert steps[0].num_tokens == sum(ROLLOUTS[:90])
+    unequal = wlb.Parallelism(dp_size=3, ep_size=2)
+    for plan in (partial(wlb.plan_batch, **batch), partial(wlb.plan_steps, **window)):
+        with pytest.raises(wlb.WLBError, match="EP 2 × expert TP 1 does not divide the 3 ranks"):
+            plan([5, 70], layout=unequal)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -104,6 +136,21 @@ def test_a_pipeline_gets_more_micro_batches_and_slices_are_faster_still() -> Non
     assert times_us[2] < 0.97 * times_us[1]
 
 
+def test_long_samples_lie_together_where_that_is_faster() -> None:
+    """Then only one of the pipelines waits for long ones."""
+    layout, lengths = wlb.Parallelism(pp_size=2, dp_size=2), [32768, 32768, *[3000] * 64]
+    same = {"max_tokens": 32768, "layout": layout, "cost": "7b"}
+    plan = wlb.plan_batch(lengths, **same)
+    spread = wlb.plan_batch(lengths, **same, groups=range(66))
+    long = [
+        [sum(0 in m.samples or 1 in m.samples for m in own) for own in one.micro_batches]
+        for one in (plan, spread)
+    ]
+    assert {*long[0]} == {0, 2} and long[1] == [1, 1]
+    times_us = [wlb.simulate_step(one, layout).step_us for one in (plan, spread)]
+    assert times_us[0] < 0.96 * times_us[1]
+
+
 def test_a_number_that_is_given_is_kept_and_packed_across_ranks() -> None:
     """One rank alone could not hold its share by work: room is found over all of them."""
     lengths = [60, 5, 5, 5, 5, 5, 5, 5, 5]
@@ -125,11 +172,19 @@ def test_a_number_that_is_given_is_kept_and_packed_across_ranks() -> None:
         ),
         ({"lengths": []}, "lengths has no lengths"),
         ({"lengths": [0]}, "length number 1 is 0"),
-        ({"groups": [1]}, "groups has 1 numbers, but 3 samples need a group each"),
+        ({"lengths": [[5], [6, 7]]}, "lengths holds object"),
+        ({"groups": [1]}, r"groups holds int64 of shape \(1,\), but 3 samples need a whole number"),
+        ({"groups": 3}, "groups holds int64 of shape"),
+        ({"groups": ["a", 1, 2]}, "groups holds <U"),
         ({"groups": [1, 1, 2], "slices": True}, "slices are not grouped"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"num_micro_batches": 0}, "num_micro_batches is 0"),
         ({"cost": "7bb"}, "7bb"),
+        ({"cost": None}, "cost is None; give a cost"),
+        ({"weights": [np.ones((1, n)) for n in (5, 6, 7)]}, r"mask of document 0 holds .*\(1, 5\)"),
+        ({"weights": ["a" * n for n in (5, 6, 7)]}, "mask of document 0 holds <U5"),
+        ({"weights": [np.ones(n) * 1j for n in (5, 6, 7)]}, "mask of document 0 holds complex128"),
+        ({"weights": [[1] * 5, [[1], 2], [1] * 7]}, "mask of document 1 holds object"),
         ({"layout": 3}, "layout is 3"),
     ],
 )
@@ -178,3 +233,25 @@ def test_memory_bounds_micro_batches_and_slices() -> None:
     for wrong in ({"cost": wlb.DocumentCost(1, 1, 2, 2)}, {"memory_gib": 0}):
         with pytest.raises(wlb.WLBError, match="memory_gib"):
             wlb.plan_batch(lengths, **{**given, "memory_gib": 30, **wrong})
+
+
+def test_memory_is_counted_of_as_many_micro_batches_as_virtual_stages_hold() -> None:
+    layout = wlb.Parallelism(tp_size=4, pp_size=4, vpp_size=2, sequence_parallel=True)
+    given = {"max_tokens": 10**6, "layout": layout, "cost": "7b", "memory_gib": 30}
+    with pytest.raises(wlb.WLBError, match="above what fits 30 GiB") as told:
+        wlb.plan_batch([10**6], **given)
+    fitting = int(str(told.value).split("GiB, ")[1].split()[0])
+    plan = wlb.plan_batch([fitting] * 32, **given)
+    peak_gib = wlb.simulate_step(plan, layout).peak_bytes / 2**30
+    assert 0.99 * 30 < peak_gib <= 30
+
+
+def test_memory_is_that_of_the_rank_with_the_longest_sample() -> None:
+    layout = wlb.Parallelism(tp_size=4, pp_size=4, dp_size=2, sequence_parallel=True)
+    given = {"max_tokens": 65536, "layout": layout, "cost": "7b", "slices": True}
+    lengths = [60000, *[1000] * 31]
+    plan = wlb.plan_batch(lengths, **given, memory_gib=20)
+    assert any(m.recomputed for m in plan)
+    assert wlb.simulate_step(plan, layout).peak_bytes <= 20 * 2**30
+    with pytest.raises(wlb.WLBError, match=r"slices of 32 samples need 13.67 GiB, above 13 GiB"):
+        wlb.plan_batch(lengths, **given, memory_gib=13, num_micro_batches=16)

@@ -128,6 +128,14 @@ def test_replicas_that_run_alike_all_run_a_document_that_outweighs_one(
     assert max(map(own_us, units)) < max(map(own_us, apart)) / 2
 
 
+def test_replicas_that_run_a_document_together_have_like_work() -> None:
+    """Half of it counts on each of the two that run it: others fill up all four."""
+    units = cut([4000, *[300] * 240], 4, 1, num_units=16)
+    assert {len(ranks) for own in units for ranks in own.replicas if ranks} == {2}
+    each_us = [*map(own_us, units)]
+    assert max(each_us) < 1.02 * sum(each_us) / 4
+
+
 @pytest.mark.parametrize(
     ("flags", "alike"),
     [

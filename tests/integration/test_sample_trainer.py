@@ -1,0 +1,58 @@
+"""``SampleTrainer`` in layouts whose replicas meet in each pass."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainer_runs import finish, start
+
+MODEL = {
+    "wlb_device": "cpu", "wlb_hardware": "cpu", "num_layers": 2, "hidden_size": 32,
+    "num_attention_heads": 4, "seq_length": 16, "vocab_size": 32, "num_experts": 4,
+    "moe_router_topk": 2, "disable_bias_linear": True, "wlb_cost": "analytic",
+    "max_position_embeddings": 64,
+}  # fmt: skip
+WHOLE = {"wlb_packing": "hold", "wlb_max_tokens": 64}
+SLICES = {"wlb_packing": "slim", "wlb_max_tokens": 16}
+
+
+def train(flags: list[str]) -> int:
+    """Trains a step of samples, of which one is much longer than the others."""
+    from megatron_wlb import SampleTrainer
+
+    trainer = SampleTrainer(flags)
+    random = np.random.default_rng(0)
+    batch = trainer.batch([random.integers(0, 32, length) for length in (61, 9, 7, 5, 5, 4)])
+    loss, _ = trainer.step(batch, lambda log_probs, _targets: -log_probs)
+    if trainer.model.groups.dp.rank() == 0 and trainer.model.groups.pp.rank() == 0:
+        sys.stdout.write(f"chains {sorted(set(batch.plan.chains))}, loss {loss:.4f}\n")
+    trainer.close()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"expert_model_parallel_size": 2}),
+        (
+            4,
+            {
+                "pipeline_model_parallel_size": 2,
+                "moe_router_load_balancing_type": "global_aux_loss",
+                "moe_aux_loss_coeff": 0.1,
+            },
+        ),
+    ],
+    ids=["experts over replicas", "a loss over replicas"],
+)
+def test_slices_of_replicas_that_meet_run_alike(tmp_path: Path, ranks: int, layout: dict) -> None:
+    said = []
+    for packing in (WHOLE, SLICES):
+        run = finish(start(tmp_path, ranks, MODEL | layout | packing, program=train))
+        said += [line for line in run.output.splitlines() if line.startswith("chains")]
+    whole, sliced = (line.split(", loss ") for line in said)
+    assert (whole[0], sliced[0]) == ("chains []", "chains [(4,)]")
+    assert sliced[1] == whole[1]
