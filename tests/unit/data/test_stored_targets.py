@@ -75,6 +75,8 @@ def test_written_masks_are_read(prefix: str) -> None:
         ([np.ones(n + 1) for n in LENGTHS], ["50 tokens", "54", "as long as it"]),
         ([np.full(n, -1 if n == 30 else 1) for n in LENGTHS], ["document 2", "from 0 on"]),
         ([np.full(n, np.nan) for n in LENGTHS], ["document 0", "nan"]),
+        ([np.full(n, 1e39) for n in LENGTHS], ["document 0", "1e+39", "float32"]),
+        ([np.full(n, 1e-50 if n == 12 else 1) for n in LENGTHS], ["document 3", "1e-50"]),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(prefix: str, wrong: Any, words: list[str]) -> None:
@@ -107,9 +109,15 @@ def test_impossible_runs_are_refused(
         Corpus.open(prefix)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", np.arange(3)], ids=["empty", "text", "numbers"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"text", np.arange(3), Path("moved.npy")],
+    ids=["empty", "text", "numbers", "broken link"],
+)
 def test_other_files_are_refused(prefix: str, content: Any) -> None:
-    if isinstance(content, bytes):
+    if isinstance(content, Path):
+        Path(prefix + SUFFIX).symlink_to(content)
+    elif isinstance(content, bytes):
         Path(prefix + SUFFIX).write_bytes(content)
     else:
         np.save(prefix + SUFFIX, content)
