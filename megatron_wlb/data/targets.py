@@ -84,7 +84,8 @@ def write_targets(prefix: str | os.PathLike[str], masks: Iterable[npt.ArrayLike]
 
     ``masks`` has one array ``[length]`` a document, in the corpus's order: 0 where a token is no
     target, else what it counts in the loss. Replaces what the corpus had. Raises CorpusError, and
-    writes nothing, for masks that do not fit the corpus, or have weights that are negative or beyond float32.
+    writes nothing, for masks that do not fit the corpus, or whose weights are negative or beyond
+    float32.
     """
     runs = targets_of(str(prefix), masks, read_lengths(str(prefix)))
     rows = [(number, *run) for number, own in enumerate(runs) for run in own]
