@@ -11,9 +11,12 @@ no target. The corpus is made once and kept: the next run opens it.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,6 +86,8 @@ class Team:
     Those that share a run wait for each other in its three methods, in this order.
     """
 
+    LONGEST = datetime.timedelta(days=2)
+    """No process waits longer for the others, whose end torchrun sees."""
     number = 0
     """This process's own. The first one decides and joins; those from ``size`` on only wait."""
     size = 1
@@ -114,13 +119,19 @@ def conversation_corpus(
     """
     path, team = Path(path), team or Team()
     prefix = corpus_prefix(path, template, cache)
-    folder = Path(prefix).parent
+    folder, index = Path(prefix).parent, Path(f"{prefix}.idx")
     try:
         with contextlib.ExitStack() as stack:
             draft = ""
-            if team.number == 0 and not _is_there(prefix):
-                folder.mkdir(parents=True, exist_ok=True)
-                draft = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=_DRAFT))
+            if team.number == 0:
+                _remove_left_drafts(folder)
+                had_index = os.path.lexists(index)  # looked for first, as another run may be as far
+                if not _is_there(prefix):
+                    if had_index:
+                        index.unlink(missing_ok=True)  # with it a corpus is whole
+                    folder.mkdir(parents=True, exist_ok=True)
+                    made = tempfile.TemporaryDirectory(dir=folder, prefix=_DRAFT)
+                    draft = stack.enter_context(made)
             draft = team.told(draft)
             if draft:
                 if team.number < team.size:
@@ -128,8 +139,8 @@ def conversation_corpus(
                 team.finished()
                 if team.number == 0:
                     _merge(path, template, Path(draft), team.size)
-                    Path(f"{prefix}.idx").unlink(missing_ok=True)  # with it a corpus is whole
-                    for suffix in (".bin", SUFFIX, ".idx"):
+                    # Another run may have made the same meanwhile, and read it already.
+                    for suffix in () if _is_there(prefix) else (".bin", SUFFIX, ".idx"):
                         os.replace(f"{draft}/corpus{suffix}", prefix + suffix)
                 team.made()
     except OSError as error:
@@ -144,6 +155,17 @@ def _is_there(prefix: str) -> bool:
     with suppress(CorpusError):
         return Corpus.open(prefix).targets is not None
     return False
+
+
+def _remove_left_drafts(folder: Path) -> None:
+    """Removes what runs that were killed have left: nothing was written to it for so long that each
+    process of theirs has given up waiting for the others.
+    """
+    for left in folder.glob(f"{_DRAFT}*"):
+        with suppress(OSError):  # another run removes it, or it is another user's
+            newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - newest_s > 2 * Team.LONGEST.total_seconds():
+                shutil.rmtree(left)
 
 
 def corpus_prefix(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import itertools
 import logging
@@ -21,8 +20,6 @@ from megatron_wlb.runtime.ranks import watchdog
 
 _LOGGER = logging.getLogger(__name__)
 _FILES = itertools.count()
-_LONGEST = datetime.timedelta(days=2)
-"""A rank waits so long for the others, whose end torchrun sees."""
 _MOST_RANKS = 64
 """Tokenize: each reads the whole file."""
 _LOG_S = 10.0
@@ -59,18 +56,18 @@ class _Ranks(Team):
     def told(self, draft: str) -> str:
         if self.number == 0:
             self._store.set("draft", draft)
-        self._store.wait(["draft"], _LONGEST)
+        self._store.wait(["draft"], self.LONGEST)
         return str(self._store.get("draft").decode())
 
     def finished(self) -> None:
         self._store.set(f"part {self.number}", "")
         if self.number == 0:
-            self._store.wait([f"part {n}" for n in range(self.size)], _LONGEST)
+            self._store.wait([f"part {n}" for n in range(self.size)], self.LONGEST)
 
     def made(self) -> None:
         if self.number == 0:
             self._store.set("made", "")
-        self._store.wait(["made"], _LONGEST)
+        self._store.wait(["made"], self.LONGEST)
 
 
 class _Log:

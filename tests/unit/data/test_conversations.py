@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,11 @@ def write(path: Path, lines: list[Any]) -> Path:
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
 def test_conversations_are_documents_with_targets(tmp_path: Path, name: str) -> None:
-    prefix = conversation_corpus(write(tmp_path / name, LINES), TEMPLATE)
+    twice = [said("system", "5"), *LINES[0]]
+    prefix = conversation_corpus(write(tmp_path / name, [*LINES, twice]), TEMPLATE)
     corpus = Corpus.open(prefix)
-    split = [LINES[0], LINES[1], LINES[2][:2], LINES[2][2:]]  # a system message begins another
+    # A system message begins another.
+    split = [LINES[0], LINES[1], LINES[2][:2], LINES[2][2:], twice[:1], LINES[0]]
     assert len(corpus.lengths) == len(split)
     assert corpus.targets is not None
     for number, conversation in enumerate(split):
@@ -152,6 +155,46 @@ def test_corpus_is_made_once_of_each_content_and_template(tmp_path: Path) -> Non
     assert conversation_corpus(path, template, tmp_path / "kept") == again
     assert Corpus.open(again).targets is not None
     assert [p.name for p in (tmp_path / "kept").iterdir() if p.name.startswith(".")] == []
+
+
+def test_corpus_that_another_run_has_made_meanwhile_stays(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    made = []
+
+    def slowly(conversation: list[dict[str, Any]]) -> Any:
+        if not made:  # the other run is done before this one's first conversation
+            made.append(conversation_corpus(path, TEMPLATE))
+            made.extend(Path(made[0] + ending).stat().st_ino for ending in (".bin", ".idx"))
+        return tokenize(conversation)
+
+    prefix = conversation_corpus(path, dataclasses.replace(TEMPLATE, tokenize=slowly))
+    found = (Path(prefix + ending).stat().st_ino for ending in (".bin", ".idx"))
+    assert [prefix, *found] == made
+
+
+def test_run_that_dies_as_it_mends_a_corpus_leaves_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    masks = Path(conversation_corpus(path, TEMPLATE) + ".targets.npy")
+    masks.unlink()
+    masks.mkdir()  # cannot be replaced by a file
+    with pytest.raises(CorpusError, match="Is a directory"):
+        conversation_corpus(path, TEMPLATE)
+    masks.rmdir()
+    with pytest.raises(CorpusError, match=r"no such corpus file: .*\.idx"):
+        Corpus.open(str(masks).removesuffix(".targets.npy"))
+
+
+def test_what_killed_runs_left_goes_when_they_are_surely_gone(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    conversation_corpus(path, TEMPLATE)
+    folders = [tmp_path / "cache" / f".draft.{name}" for name in ("dead", "at-work", "begins")]
+    for folder, *days in zip(folders, (9, 9, 1), (7, 1, 1), strict=True):
+        folder.mkdir()
+        (folder / "0.bin").touch()
+        for written, ago in zip((folder, folder / "0.bin"), days, strict=True):
+            os.utime(written, (time.time() - ago * 24 * 3600,) * 2)
+    conversation_corpus(path, TEMPLATE)  # also where nothing is to be made
+    assert [folder.exists() for folder in folders] == [False, True, True]
 
 
 @pytest.mark.parametrize(
