@@ -150,7 +150,7 @@ def test_documents_carry_targets_of_their_corpus(prefix: str, window: int, is_bl
 @pytest.mark.parametrize("is_blend", [False, True], ids=["by size", "blend"])
 @pytest.mark.parametrize("long_documents", ["split", "truncate"])
 def test_samples_count_the_same(prefix: str, long_documents: Any, is_blend: bool) -> None:
-    write_targets(prefix, masks_of(LENGTHS, seed=2))
+    write_targets(prefix, masks_of(LENGTHS, seed=4))  # what is truncated at 12 predicts a target
     targets = Corpus.open(prefix).targets
     assert targets is not None
     given = stream(
