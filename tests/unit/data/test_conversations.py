@@ -56,7 +56,9 @@ def write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["chats.jsonl", "chats.jsonl.gz", "CHATS.JSONL", "chats.json", "chats.json.gz", "chats"]
+)
 def test_conversations_are_documents_with_targets(tmp_path: Path, name: str) -> None:
     twice = [said("system", "5"), *LINES[0]]
     prefix = conversation_corpus(write(tmp_path / name, [*LINES, twice]), TEMPLATE)
@@ -207,12 +209,20 @@ def test_what_killed_runs_left_goes_when_they_are_surely_gone(tmp_path: Path) ->
         ('{"messages": null}', ["the messages are None"]),
         ('{"conversations": [3]}', ["message 1 is 3"]),
         ('{"conversations": []}', ["the messages are []"]),
-        ('{"conversations": [{"from": "gpt"}]}', ["message 2 is", "text as content"]),
+        (
+            '{"conversations": [{"from": "gpt"}]}',
+            ["message 1 is {'from': 'gpt'}", "texts as from and value"],
+        ),
+        (
+            '{"conversations": [{"from": "system", "value": ""}, {"value": "a"}]}',
+            ["message 2 is {'value': 'a'}", "texts as from"],
+        ),
         ('{"prompt": "a"}', ["has no key 'messages'", "an instruction and its output"]),
-        ('{"prompt": ["a"], "output": "b"}', ["message 2 is", "text as content"]),
+        ('{"prompt": ["a"], "output": "b"}', ["prompt is ['a']", "give a text"]),
+        ('{"prompt": "a", "input": 3, "output": "b"}', ["input is 3", "give a text"]),
         ('{"messages": "hello"}', ["the messages are 'hello'"]),
-        ('{"messages": [{"content": "a"}]}', ["message 1 is", "give it a role"]),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', ["message 1 is", "text as content"]),
+        ('{"messages": [{"content": "a"}]}', ["message 1 is", "texts as role and content"]),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', ["message 1 is", "texts as role"]),
         (
             '{"messages": [{"role": "tool", "content": "a"}]}',
             ["template cannot", "KeyError: 'tool'"],
@@ -250,12 +260,14 @@ def test_other_layouts_are_conversations_that_an_empty_system_message_begins(
     rows = [
         {"conversations": [{"from": "Human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
         {"conversations": [{"from": "system", "value": "s"}, {"from": "bing", "value": "c"}]},
+        {"conversations": [said("user", "a?"), said("assistant", "b")]},
         {"instruction": "d", "input": "e", "output": "f", "id": 4},
         {"question": "g", "context": "", "prompt": "", "answer": "h"},
     ]
     expected = [
         [said("system", ""), said("user", "a?"), said("assistant", "b")],
         [said("system", "s"), said("assistant", "c")],
+        [said("system", ""), said("user", "a?"), said("assistant", "b")],
         [said("system", ""), said("user", "d\n\ne"), said("assistant", "f")],
         [said("system", ""), said("user", "g"), said("assistant", "h")],
     ]
