@@ -178,6 +178,15 @@ def test_stream_resumes_with_the_same_targets_alone(prefix: str) -> None:
     assert [again.next_step() for _ in range(3)] == [first.next_step() for _ in range(3)]
     write_targets(prefix, masks_of(LENGTHS, seed=1))
     other = Corpus.open(prefix).targets
-    for kwargs in ({"targets": [other, None]}, {"targets": [targets, None], "loss_mean": "sample"}):
-        with pytest.raises(CheckpointError, match="resume with the same corpora and settings"):
+    for said, kwargs in {
+        r"corpus 0 has other masks there and here \(.targets.npy\); resume with the same": {
+            "targets": [other, None]
+        },
+        "corpus 0 has masks there alone": {"targets": [None, None]},
+        "corpus 1 has masks here alone": {"targets": [targets, other]},
+        "--wlb-loss-mean .* sample here; resume with the same": {
+            "targets": [targets, None], "loss_mean": "sample"
+        },
+    }.items():  # fmt: skip
+        with pytest.raises(CheckpointError, match=said):
             stream(is_blend=True, **kwargs).load_state_dict(state)  # type: ignore[arg-type]
