@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     about = "in .py files, each top-level function or class is a document"
     flag(build, "--python-definitions", about)
     flag(build, "--exclude NAME", "folders to skip", [], nargs="+", action="extend")
-    flag(build, "--force", "replace PREFIX where it exists")
+    flag(build, "--force", "replace PREFIX where it exists, and remove its masks")
     flag(build, "--reuse", "keep PREFIX where it was built from the same content and settings")
     build.add_argument("--json", action="store_true", help="print the result as one JSON object")
     build.set_defaults(run=_build)

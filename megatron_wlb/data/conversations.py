@@ -1,19 +1,22 @@
 """Files of conversations -> corpora of documents some of whose tokens are targets.
 
-A line of a JSONL file, or a row of a parquet file, has ``messages``: a list of ``{"role": …,
-"content": …}``. A system message begins a conversation, as in Megatron-LM's ``SFTDataset``, so that
-a line may hold several. It may have ``conversations`` of ``{"from": …, "value": …}`` instead
-(ShareGPT), or an instruction and its answer (Alpaca, Dolly), as Megatron-LM's ``VarlenDataset``
-reads them. Each conversation is one document, and what the tokenizer says to ignore is
-no target. The corpus is made once and kept: the next run opens it.
+A row of a parquet file, or a line of any other, which is JSONL, has ``messages``: a list of
+``{"role": …, "content": …}``. A system message begins a conversation, as in Megatron-LM's
+``SFTDataset``, so that a line may hold several. It may have ``conversations`` instead, of these or
+of ``{"from": …, "value": …}`` (ShareGPT), or an instruction and its answer (Alpaca, Dolly), as
+Megatron-LM's ``VarlenDataset`` reads them. Each conversation is one document, and what the
+tokenizer says to ignore is no target. The corpus is made once and kept: the next run opens it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,7 +50,8 @@ _ROLES = {
     "system": "system",
 }
 """Roles of ShareGPT's speakers; others are users."""
-_NOTHING_FIRST = ({"role": "system", "content": ""},)
+_NOTHING_FIRST = {"role": "system", "content": ""}
+"""What begins conversations of the layouts other than ``messages``, as Megatron-LM has it."""
 _VERSION = 1
 _ROWS_AT_ONCE = 64
 """Rows of a block, which one process tokenizes."""
@@ -83,6 +87,8 @@ class Team:
     Those that share a run wait for each other in its three methods, in this order.
     """
 
+    LONGEST = datetime.timedelta(days=2)
+    """No process waits longer for the others, whose end torchrun sees."""
     number = 0
     """This process's own. The first one decides and joins; those from ``size`` on only wait."""
     size = 1
@@ -114,13 +120,19 @@ def conversation_corpus(
     """
     path, team = Path(path), team or Team()
     prefix = corpus_prefix(path, template, cache)
-    folder = Path(prefix).parent
+    folder, index = Path(prefix).parent, Path(f"{prefix}.idx")
     try:
         with contextlib.ExitStack() as stack:
             draft = ""
-            if team.number == 0 and not _is_there(prefix):
-                folder.mkdir(parents=True, exist_ok=True)
-                draft = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=_DRAFT))
+            if team.number == 0:
+                _remove_left_drafts(folder)
+                had_index = os.path.lexists(index)  # looked for first, as another run may be as far
+                if not _is_there(prefix):
+                    if had_index:
+                        index.unlink(missing_ok=True)  # with it a corpus is whole
+                    folder.mkdir(parents=True, exist_ok=True)
+                    made = tempfile.TemporaryDirectory(dir=folder, prefix=_DRAFT)
+                    draft = stack.enter_context(made)
             draft = team.told(draft)
             if draft:
                 if team.number < team.size:
@@ -128,8 +140,8 @@ def conversation_corpus(
                 team.finished()
                 if team.number == 0:
                     _merge(path, template, Path(draft), team.size)
-                    Path(f"{prefix}.idx").unlink(missing_ok=True)  # with it a corpus is whole
-                    for suffix in (".bin", SUFFIX, ".idx"):
+                    # Another run may have made the same meanwhile, and read it already.
+                    for suffix in () if _is_there(prefix) else (".bin", SUFFIX, ".idx"):
                         os.replace(f"{draft}/corpus{suffix}", prefix + suffix)
                 team.made()
     except OSError as error:
@@ -144,6 +156,17 @@ def _is_there(prefix: str) -> bool:
     with suppress(CorpusError):
         return Corpus.open(prefix).targets is not None
     return False
+
+
+def _remove_left_drafts(folder: Path) -> None:
+    """Removes what runs that were killed have left: nothing was written to it for so long that each
+    process of theirs has given up waiting for the others.
+    """
+    for left in folder.glob(f"{_DRAFT}*"):
+        with suppress(OSError):  # another run removes it, or it is another user's
+            newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - newest_s > 2 * Team.LONGEST.total_seconds():
+                shutil.rmtree(left)
 
 
 def corpus_prefix(
@@ -183,54 +206,58 @@ def read_conversations(
         for at, message in enumerate(messages, start=1):
             role = message.get("role") if isinstance(message, dict) else None
             if not isinstance(role, str) or not isinstance(message.get("content"), str):
+                fields = ("role", "content") if KEY in row else ("from", "value")
                 raise CorpusError(
-                    f"{where}: message {at} is {shown(message)}; give it a role and a text as "
-                    "content"
+                    f"{where}: message {at} is {shown(message)}; give it texts as {fields[0]} and "
+                    f"{fields[1]}"
                 )
             if role == "system" and current:
                 yield block, where, current
                 current = []
+            elif at == 1 and role != "system" and KEY not in row:
+                current.append(_NOTHING_FIRST)
             current.append(message)
         yield block, where, current
 
 
 def _messages(row: dict[str, Any], where: str) -> Any:
-    """What a line has as messages; those of other layouts get an empty system message first."""
+    """What a line has as messages; a turn that is none stays as it is."""
     if KEY in row:
         return row[KEY]
     if SHARED in row:
         turns = row[SHARED]
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            return turns
-        told = [
-            {
-                "role": _ROLES.get(str(turn.get("from")).lower(), "user"),
-                "content": turn.get("value"),
-            }
-            for turn in turns
-        ]
-        return told if not told or told[0]["role"] == "system" else [*_NOTHING_FIRST, *told]
+        return [_message(turn) for turn in turns] if isinstance(turns, list) else turns
     if not all(any(name in row for name in names) for names in (_FIELDS[0], _FIELDS[2])):
         raise CorpusError(
             f"{where} has no key {KEY!r} (it has {shown([*row])[1:-1]}); give messages, "
             f"{SHARED}, or an instruction and its output"
         )
-    asked, more, answer = (
-        next((row[name] for name in names if row.get(name)), "") for names in _FIELDS
-    )
-    user = f"{asked}\n\n{more}" if more and isinstance(asked, str) else asked
+    texts = []
+    for names in _FIELDS:
+        name = next((name for name in names if row.get(name)), names[0])
+        texts.append(row.get(name) or "")
+        if not isinstance(texts[-1], str):
+            raise CorpusError(f"{where}: {name} is {shown(texts[-1])}; give a text")
+    asked, more, answer = texts
     return [
-        *_NOTHING_FIRST,
-        {"role": "user", "content": user},
+        {"role": "user", "content": f"{asked}\n\n{more}" if more else asked},
         {"role": "assistant", "content": answer},
     ]
+
+
+def _message(turn: Any) -> Any:
+    """The message of a turn of ShareGPT."""
+    match turn:
+        case {"from": str(speaker), "value": str(text)}:
+            return {"role": _ROLES.get(speaker.lower(), "user"), "content": text}
+    return turn
 
 
 def _rows(
     path: Path, progress: Progress, number: int, size: int
 ) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Each line or row, and where it stands; blank lines are left out."""
-    read = _of_parquet if path.suffix == ".parquet" else _of_lines
+    read = _of_parquet if path.suffix.lower() == ".parquet" else _of_lines
     try:
         for at, (block, where, row, done, total) in enumerate(read(path, number, size)):
             if at % _ROWS_AT_ONCE == 0:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from megatron_wlb.data.index import read_lengths
 from megatron_wlb.data.sources import Progress, SourceCounts, Sources, find_files
-from megatron_wlb.data.targets import Targets
+from megatron_wlb.data.targets import SUFFIX, Targets
 from megatron_wlb.data.tokenizer import (
     Encoder,
     bytes_encoder,
@@ -126,8 +126,8 @@ def build_corpus(
     path of a ``tokenizer.json``. One EOD token is appended to each document.
 
     ``reuse`` keeps a corpus that was built from the same content with the same settings; ``force``
-    replaces whatever is there. Raises CorpusError for sources that are missing, unreadable or hold
-    no text, and for a ``prefix`` that exists or cannot be written.
+    replaces whatever is there, and removes its masks. Raises CorpusError for sources that are
+    missing, unreadable or hold no text, and for a ``prefix`` that exists or cannot be written.
     """
     prefix = str(prefix)
     if prefix.endswith(("/", os.sep)) or not Path(prefix).name:
@@ -136,19 +136,20 @@ def build_corpus(
     if tokenizer == "bpe":
         suffixes.insert(0, ".tokenizer.json")
     outputs = [Path(prefix + suffix) for suffix in suffixes]
-    existing = [str(path) for path in outputs if os.path.exists(path)]
+    masks = Path(prefix + SUFFIX)
+    existing = [str(path) for path in (*outputs, masks) if os.path.lexists(path)]
     if existing and not (force or reuse):
         raise CorpusError(f"{existing[0]} exists; choose another prefix, or replace it (--force)")
 
     settings = tokenizer_settings(tokenizer, vocab_size)
-    files = find_files(paths, exclude, skip={path.resolve() for path in outputs})
+    files = find_files(paths, exclude, skip={path.resolve() for path in (*outputs, masks)})
     sources = Sources(files, json_key, python_definitions)
     fingerprint = sources.fingerprint(settings)
     if reuse:
         with suppress(CorpusError):  # Missing or broken: as if it were another one.
             Corpus.open(prefix)
             info = CorpusInfo.load(prefix)
-            if info and info.fingerprint == fingerprint and len(existing) == len(outputs):
+            if info and info.fingerprint == fingerprint and all(path.exists() for path in outputs):
                 return info
     if existing and not force:
         raise CorpusError(
@@ -177,6 +178,7 @@ def build_corpus(
             info.save(Path(f"{draft}.json"))
             # A corpus is whole while its .idx is there: the old one goes first, the new comes last.
             outputs[-1].unlink(missing_ok=True)
+            masks.unlink(missing_ok=True)  # they are of the old text
             for suffix, path in zip(suffixes, outputs, strict=True):
                 os.replace(draft + suffix, path)
     except OSError as error:

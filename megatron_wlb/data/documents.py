@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.data.ramp import Ramp
-from megatron_wlb.data.targets import Targets
+from megatron_wlb.data.targets import SUFFIX, Targets
 from megatron_wlb.errors import CheckpointError, CorpusError
 from megatron_wlb.plan import Document
 from megatron_wlb.plan.targets import Runs, by_sample
@@ -244,11 +244,16 @@ class DocumentStream:
             return [f"{number} corpora there and {len(ours)} here ({', '.join(self._names)})"]
         differing = []
         for name, then, now in zip(self._names, saved, ours, strict=True):
-            there, here = str(then).split("/")[0], now.split("/")[0]
-            if there != here:
-                differing.append(f"documents {there} of {name} there and {here} here")
-            elif then != now:
-                differing.append(f"{name} has other documents {here} there and here")
+            # The range, the lengths, and the masks if there are any.
+            there, here = str(then).split("/"), now.split("/")
+            if there[0] != here[0]:
+                differing.append(f"documents {there[0]} of {name} there and {here[0]} here")
+            elif there[:2] != here[:2]:
+                differing.append(f"{name} has other documents {here[0]} there and here")
+            elif there != here:
+                alone = "masks there alone" if there[2:] else "masks here alone"
+                masks = "other masks there and here" if there[2:] and here[2:] else alone
+                differing.append(f"{name} has {masks} ({SUFFIX})")
         return differing
 
     def _draw(self, end: int | Fraction, documents: list[Document]) -> None:

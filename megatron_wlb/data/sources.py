@@ -23,11 +23,9 @@ Progress = Callable[[str, int, int], None]
 
 _BINARY_PROBE_BYTES = 8192
 _BATCH_BYTES = 1 << 20
-_LIBRARIES = {
-    ".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.bz2": "bz2", ".jsonl.xz": "lzma",
-    ".jsonl.zst": "compression.zstd",
-}  # fmt: skip
-"""What unpacks files of documents line by line, by their kind. Python has zstd from 3.14 on."""
+_LIBRARIES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "compression.zstd"}
+"""What unpacks files, by their suffix. Python has zstd from 3.14 on."""
+_JSON_LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in _LIBRARIES))
 _MAX_DOCUMENT_BYTES = 2**31 - 2  # The index counts a document's tokens in an int32; one is EOD.
 
 
@@ -70,7 +68,7 @@ class Sources:
         """
         for path in self.files:
             counts.num_files += 1
-            read = self._json_lines if _kind(path) in _LIBRARIES else self._whole
+            read = self._json_lines if _kind(path) in _JSON_LINES else self._whole
             try:
                 yield from read(path, counts)
             except OSError as error:
@@ -180,12 +178,12 @@ def json_record(line: str, where: str, key: str) -> dict[str, Any]:
 
 def _kind(path: Path) -> str:
     """A file's suffix. JSONL has that of its compression behind it."""
-    return next((kind for kind in _LIBRARIES if path.name.endswith(kind)), path.suffix)
+    return next((kind for kind in _JSON_LINES if path.name.endswith(kind)), path.suffix)
 
 
 def _lines(path: Path, stored: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Each line of a JSONL file, unpacked, with its number."""
-    library, number = _LIBRARIES[_kind(path)], 0
+    library, number = _LIBRARIES.get(path.suffix.lower()), 0
     try:
         lines = import_module(library).open(stored) if library else stored
         for number, line in enumerate(lines, start=1):

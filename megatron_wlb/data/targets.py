@@ -41,8 +41,6 @@ class Targets:
         one. Raises CorpusError for one that is damaged or of another corpus.
         """
         path = Path(prefix + SUFFIX)
-        if not path.exists():
-            return None
 
         def bad(reason: str) -> NoReturn:
             raise CorpusError(f"{path} {reason}; write it anew, or remove it to train every token")
@@ -50,6 +48,8 @@ class Targets:
         try:
             runs = open_array(path)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and not path.is_symlink():
+                return None
             bad(f"cannot be read ({error.strerror or error})")
         except ValueError as error:
             bad(str(error))
@@ -84,7 +84,8 @@ def write_targets(prefix: str | os.PathLike[str], masks: Iterable[npt.ArrayLike]
 
     ``masks`` has one array ``[length]`` a document, in the corpus's order: 0 where a token is no
     target, else what it counts in the loss. Replaces what the corpus had. Raises CorpusError, and
-    writes nothing, for masks that do not fit the corpus, or have negative or infinite weights.
+    writes nothing, for masks that do not fit the corpus, or whose weights are negative or beyond
+    float32.
     """
     runs = targets_of(str(prefix), masks, read_lengths(str(prefix)))
     rows = [(number, *run) for number, own in enumerate(runs) for run in own]
@@ -113,10 +114,12 @@ def targets_of(
             f"{len(found)} of {found.sum()}; give one a document, as long as it"
         )
     for number, array in enumerate(arrays):
-        if not (np.isfinite(array) & (array >= 0)).all():
+        with np.errstate(over="ignore"):
+            read = array.astype(RUN["weight"])
+        if not (np.isfinite(read) & (array >= 0) & ((read > 0) == (array > 0))).all():
             raise CorpusError(
                 f"{name}: the mask of document {number} has weights from {array.min()} to "
-                f"{array.max()}; give numbers from 0 on"
+                f"{array.max()}; give numbers from 0 on that float32 holds"
             )
     return [
         tuple((start, stop, _counted(weight)) for start, stop, weight in runs_of(array))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hostile import OWNED, make_hostile
 from helpers.layouts import further, some_of
 from torch.distributed.checkpoint import FileSystemReader
 from trainer_runs import TINY, TRACKER, Flags, assert_refused, finish, losses, start
@@ -264,6 +265,17 @@ def test_damage_without_checksums_is_one_line_and_the_checkpoint_before_loads(
     (folder / TRACKER).write_text("2\n")  # what the line says
     finished = finish(start(tmp_path, 2, flags))
     assert "resumed after iteration 2" in finished.output
+
+
+@pytest.mark.parametrize("place", [".metadata", ".distcp"])
+def test_code_of_a_checkpoint_does_not_run(
+    place: str, copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    folder, flags = copied
+    make_hostile(folder / "iter_0000004", place)
+    finished = start(tmp_path, 2, flags | {"wlb_no_checksums": True}).wait()
+    assert not (tmp_path / OWNED).exists()
+    assert_refused(finished, CheckpointError.exit_code, "'os.makedirs'", "may run code", REMEDY)
 
 
 def die_in_the_middle_of_the_checksums() -> None:

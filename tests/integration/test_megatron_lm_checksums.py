@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hostile import OWNED, make_hostile
 from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, PP2, launch, needs_megatron_lm
 from trainer_runs import TRACKER, Flags, assert_refused, finish, losses
@@ -127,6 +128,19 @@ def test_checkpoint_that_lost_its_checksums(
     else:
         fragments = [f"its {checksums.NAME} is missing", REMEDY]
         assert_refused(run.wait(), CheckpointError.exit_code, *fragments)
+
+
+@pytest.mark.parametrize("saved", ["pp2-torch_dist"], indirect=True)
+@pytest.mark.parametrize("place", [".metadata", ".distcp"])
+def test_code_of_a_checkpoint_does_not_run(
+    place: str, saved: tuple[Path, Flags, list[str]], tmp_path: Path
+) -> None:
+    folder, flags, _ = saved
+    shutil.copytree(folder / "ck", tmp_path / "ck")
+    make_hostile(tmp_path / "ck" / "iter_0000004", place)
+    finished = launch(tmp_path, 2, flags | {"wlb_no_checksums": True}).wait()
+    assert not (tmp_path / OWNED).exists()
+    assert_refused(finished, CheckpointError.exit_code, "'os.makedirs'", "may run code", REMEDY)
 
 
 def die_before_the_checksums() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -165,6 +166,49 @@ def test_tokens_and_masks_are_megatrons(
     assert number == len(corpus.lengths) == 1020
     trains_all = template in ("identity", "default")
     assert num_targets > 0 and (num_targets == corpus.lengths.sum()) == trains_all
+
+
+def with_other_tokenizers(folder: Path) -> None:
+    """Has the corpora of tokenizers made that differ from the run's in one thing, and noted."""
+    from tokenizers import models, normalizers
+
+    from megatron_wlb.runtime.megatron_lm import conversations, session
+
+    right = conversations.with_conversations
+
+    def all_of_them(blend: Any, args: Any, tokenizer: Any) -> Any:
+        prefixes = {}
+        for name in ("same", "eos", "normalizer", "merges", "token"):
+            layer = other = copy.deepcopy(tokenizer)
+            while not hasattr(layer, "backend_tokenizer"):
+                layer = layer._tokenizer
+            if name == "eos":
+                layer.eos_token = "<unk>"
+            elif name == "normalizer":
+                layer.backend_tokenizer.normalizer = normalizers.Replace("sun", "moon")
+            elif name == "merges":
+                state = json.loads(layer.backend_tokenizer.to_str())["model"]
+                merges = [tuple(pair) for pair in state["merges"][:9]]
+                layer.backend_tokenizer.model = models.BPE(state["vocab"], merges)
+            elif name == "token":
+                layer.bos_token = "<unk>"
+            prefixes[name] = right(blend, args, other)[0][0]
+        (folder / "prefixes.json").write_text(json.dumps(prefixes))
+        return right(blend, args, tokenizer)
+
+    session.with_conversations = all_of_them
+
+
+def test_corpus_is_made_anew_for_another_tokenizer(
+    chats: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    flags = flags_of(chats, tokenizer) | {"train_iters": 1, "data_cache_path": tmp_path}
+    finish(launch(tmp_path, 1, flags, fault=functools.partial(with_other_tokenizers, tmp_path)))
+    prefixes = json.loads((tmp_path / "prefixes.json").read_text())
+    assert len(set(prefixes.values())) == len(prefixes)
+    stored = {name: Path(prefix + ".bin").read_bytes() for name, prefix in prefixes.items()}
+    assert len(set(stored.values())) == 4  # the template names none
+    assert len([*tmp_path.glob("chats-*.idx")]) == len(prefixes)  # the run's own is the same
 
 
 def test_runs_with_masks_are_the_same_in_layouts_and_after_resuming(

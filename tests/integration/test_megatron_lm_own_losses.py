@@ -48,6 +48,17 @@ def test_cross_entropy_as_a_loss_of_ones_own_is_the_loss_without(
     assert_equal_steps(tmp_path / "written", tmp_path / "without")
 
 
+def test_loss_that_was_edited_is_told_where_a_run_resumes(corpus: Flags, tmp_path: Path) -> None:
+    text = "def loss(log_probs, targets): return -log_probs"
+    saves: Flags = {"save": tmp_path / "ck", "load": tmp_path / "ck", "save_interval": 1}
+    flags = with_loss(tmp_path, text) | corpus | saves | {"exit_interval": 1}
+    warning = f"--wlb-loss {tmp_path / 'mine.py'} holds another text than when"
+    assert warning not in finish(launch(tmp_path, 1, flags)).output
+    assert warning not in finish(launch(tmp_path, 1, flags)).output
+    with_loss(tmp_path, "def loss(log_probs, targets): return -2 * log_probs")
+    assert warning in finish(launch(tmp_path, 1, flags)).output
+
+
 def test_files_that_are_no_loss_are_refused_before_training(corpus: Flags, tmp_path: Path) -> None:
     for text, words in (
         ("import nowhere", "cannot be imported (ModuleNotFoundError"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import itertools
 import logging
@@ -21,11 +20,11 @@ from megatron_wlb.runtime.ranks import watchdog
 
 _LOGGER = logging.getLogger(__name__)
 _FILES = itertools.count()
-_LONGEST = datetime.timedelta(days=2)
-"""A rank waits so long for the others, whose end torchrun sees."""
 _MOST_RANKS = 64
 """Tokenize: each reads the whole file."""
 _LOG_S = 10.0
+_DECIDE = ("_prompt_config", "chat_template", "special_tokens_map", "split_special_tokens")
+"""What decides a conversation's tokens beside the tokenizer of texts, in any of its layers."""
 
 
 def with_conversations(
@@ -57,18 +56,18 @@ class _Ranks(Team):
     def told(self, draft: str) -> str:
         if self.number == 0:
             self._store.set("draft", draft)
-        self._store.wait(["draft"], _LONGEST)
+        self._store.wait(["draft"], self.LONGEST)
         return str(self._store.get("draft").decode())
 
     def finished(self) -> None:
         self._store.set(f"part {self.number}", "")
         if self.number == 0:
-            self._store.wait([f"part {n}" for n in range(self.size)], _LONGEST)
+            self._store.wait([f"part {n}" for n in range(self.size)], self.LONGEST)
 
     def made(self) -> None:
         if self.number == 0:
             self._store.set("made", "")
-        self._store.wait(["made"], _LONGEST)
+        self._store.wait(["made"], self.LONGEST)
 
 
 class _Log:
@@ -132,10 +131,12 @@ def _appends_eod() -> bool:
 
 def _identity(args: argparse.Namespace, tokenizer: Any) -> str:
     """Names what decides the tokens: the tokenizer's content, not only its place."""
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)
-    inner = getattr(inner, "_tokenizer", inner)  # Megatron wraps it once or twice
-    backend = getattr(inner, "backend_tokenizer", None)
-    content = backend.to_str() if backend else repr(sorted(inner.get_vocab().items()))
+    layers = [tokenizer]  # Megatron wraps it once or twice, and transformers wraps Rust's
+    while (inner := getattr(layers[-1], "_tokenizer", None)) is not None:
+        layers.append(inner)
+    to_str = getattr(inner := layers[-1], "to_str", None)
+    content = to_str() if to_str else repr(sorted(inner.get_vocab().items()))
+    said = [getattr(layer, name, None) for layer in layers for name in _DECIDE]
     sha = hashlib.sha256(content.encode())
-    sha.update(repr((getattr(inner, "chat_template", None), _appends_eod())).encode())
+    sha.update(repr((tokenizer.eod, tokenizer.pad, said, _appends_eod())).encode())
     return f"{args.sft_tokenizer_prompt_format} {sha.hexdigest()}"

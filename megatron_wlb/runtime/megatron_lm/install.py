@@ -35,6 +35,7 @@ from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.megatron_lm.strategy_session import StrategySession
 from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.ranks import agreement, watchdog
+from megatron_wlb.runtime.saving import unpickling
 from megatron_wlb.runtime.saving.core import lock_folder
 from megatron_wlb.runtime.saving.resume import missing_load
 from megatron_wlb.runtime.stepping.losses import load_loss
@@ -71,6 +72,7 @@ def install(*, allow_untested: bool = False) -> None:
     try:
         from megatron.training import training
 
+        unpickling.install(_patches)
         _patches.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
         _patches.wrap("megatron.training.global_vars", "_build_tokenizer", _build_tokenizer)
         _patches.wrap(targets.adapter().checks_arguments_in, "validate_args", _validate_args)

@@ -21,8 +21,9 @@ import logging
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, WLBError
 from megatron_wlb.reading import one_line
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm import fsdp
@@ -41,6 +42,7 @@ from megatron_wlb.runtime.saving.core import (
     sharded_rng,
 )
 from megatron_wlb.runtime.saving.newest import damaged, folder_of, newest_step
+from megatron_wlb.runtime.saving.unpickling import check_metadata
 from megatron_wlb.runtime.stepping.optimizer import make_loadable
 
 STATE = "megatron_wlb"
@@ -209,6 +211,7 @@ class Hooks:
     def _verify(self, folder: str) -> None:
         if self._compared is None or self._compared[0] != folder:  # it is read twice
             self._compared = folder, checksums.verify(folder, skip=self._skips)
+            check_metadata(folder)
 
     @property
     def _skips(self) -> bool:
@@ -235,6 +238,11 @@ class Hooks:
         self._scheduler = opt_param_scheduler
         try:
             found = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+        except CheckpointException as error:  # of all ranks
+            refused = [one for one, _ in error.failures.values() if isinstance(one, WLBError)]
+            if not refused or self._compared is None:
+                raise
+            raise damaged(self._compared[0], refused[0]) from error
         finally:
             self._scheduler = None
         iteration, settings = found[0], self.session.args

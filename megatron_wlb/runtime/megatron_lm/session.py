@@ -50,7 +50,7 @@ from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.agreement import of_corpora, of_state
 from megatron_wlb.runtime.saving.ledger import open_ledger
 from megatron_wlb.runtime.saving.resume import (
-    machine_digest,
+    file_digests,
     plan_settings,
     require_same_tokens,
     tell_changes,
@@ -185,8 +185,8 @@ class Session:
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
                 require_same_tokens(corpora, self.restored.get("samples"))
-                saved, machine = self.restored["settings"], self.restored.get("machine")
-                tell_changes(self.config, saved, machine, *self.compared)
+                saved = self.restored["settings"]
+                tell_changes(self.config, saved, self.restored, *self.compared)
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
                     "documents go on after step %d: %d wait", planner.step, planner.num_waiting
@@ -243,7 +243,7 @@ class Session:
             "version": 1,
             "planner": self._plans.state_dict() | self.ledger.under_way(plan),
             "cost": self._cost_dict(),
-            "machine": machine_digest(self.config),
+            **file_digests(self.config),
             "samples": self.corpora.samples,
             "kernel": self.kernel,
             "totals": asdict(self.totals),

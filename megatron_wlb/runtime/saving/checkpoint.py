@@ -40,6 +40,7 @@ from megatron_wlb.runtime.saving.core import (
 )
 from megatron_wlb.runtime.saving.newest import TRACKER, folder_of, latest, remedy
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
+from megatron_wlb.runtime.saving.unpickling import check_metadata, plain_values
 from megatron_wlb.settings.config import Config, table
 
 _LAYOUT = tuple(name for name, known in table().items() if known.layout)
@@ -209,6 +210,7 @@ def _prepare(folder: Path, num_bytes: int) -> None:
         )
 
 
+@plain_values()
 def load(
     config: Config, model: Model, optimizer: Any, scheduler: Any
 ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
@@ -226,11 +228,12 @@ def load(
         return None
     folder = str(folder_of(root, iteration))
     trusted = checksums.verify(folder, skip=config.wlb.wlb_no_checksums)
+    check_metadata(folder)
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
         required, settings = common["settings"], parse_mapping(common["config"], is_json=True)
         planner_state = opened_state(common["planner"], trusted, common)
-    except Exception as error:  # Unpickling damaged files raises anything.
+    except (Exception, CheckpointException) as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)
     now = _settings(config, model.gpts[0].vocab_size)
     _require_same_settings(folder, required, now, settings, config)

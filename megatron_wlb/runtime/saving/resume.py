@@ -17,6 +17,7 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.planning.packing import simulates
+from megatron_wlb.runtime.stepping.losses import loss_source
 from megatron_wlb.settings.config import Config, flag_of, table
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,12 @@ _TOLD = tuple(name for name, known in table().items() if known.resume == "told")
 _OF_PLANS = tuple(name for name in _TOLD if name.startswith("wlb_"))
 TOLD = tuple(name for name in _TOLD if name not in _OF_PLANS)
 """What no plan depends on and may differ, but not unnoticed."""
+_OTHER_FILE = {
+    "machine": "--wlb-hardware {wlb_hardware} says other figures than when the checkpoint was "
+    "saved: the same documents run, but CP shardings and shapes may differ from here on",
+    "loss": "--wlb-loss {wlb_loss} holds another text than when the checkpoint was saved, so "
+    "losses may differ from here on; give the file of then to go on as before",
+}
 _NO_FLAGS = {"processes": "processes", "padded_vocab_size": "padded vocabulary"}
 
 
@@ -51,12 +58,12 @@ def plan_settings(config: Config, *others: str) -> dict[str, Any]:
 
 
 def tell_changes(
-    config: Config, saved: Mapping[str, Any], machine: str | None, *others: str
+    config: Config, saved: Mapping[str, Any], noted: Mapping[str, Any], *others: str
 ) -> None:
     """Warns of what may differ from the checkpoint, but not unnoticed.
 
-    ``saved`` are the checkpoint's settings. ``machine`` is its :func:`machine_digest`; old
-    checkpoints have None. Settings by which plans are made are compared, and ``others``.
+    ``saved`` are the checkpoint's settings, ``noted`` its :func:`file_digests`, of which old
+    checkpoints lack some. Settings by which plans are made are compared, and ``others``.
     """
     # What was not yet a setting when it was saved had its default.
     before = plan_settings(Config(), *others) | dict(saved)
@@ -64,13 +71,9 @@ def tell_changes(
         logger.warning(
             "other settings than the checkpoint's, so steps differ from here on: %s", changed
         )
-    now = machine_digest(config)
-    if machine is not None and now is not None and machine != now:
-        logger.warning(
-            "--wlb-hardware %s says other figures than when the checkpoint was saved: the same "
-            "documents run, but CP shardings and shapes may differ from here on",
-            config.wlb.wlb_hardware,
-        )
+    for name, now in file_digests(config).items():
+        if None not in (noted.get(name), now) and noted[name] != now:
+            logger.warning("%s", _OTHER_FILE[name].format_map(config.flat()))
 
 
 def require_same_tokens(corpora: Corpora, saved: Sequence[str] | None) -> None:
@@ -135,18 +138,18 @@ def _follows(name: str) -> tuple[str, ...]:
     return () if known is None else known.follows
 
 
-def machine_digest(config: Config) -> str | None:
-    """Digests the figures of ``--wlb-hardware`` that plans depend on: 16 hex digits, or None.
-
-    A checkpoint holds it, as the file of the same name may have been measured anew meanwhile. The
-    cost is not in it: that is restored itself.
+def file_digests(config: Config) -> dict[str, str | None]:
+    """Digests what files hold that steps depend on and that may be edited under their name: 16 hex
+    digits, or None where none does. A checkpoint holds them: of the ``machine`` the figures of
+    ``--wlb-hardware``, of the ``loss`` the text of ``--wlb-loss``. The cost is restored itself.
     """
     wlb = config.wlb
-    if (
-        config.parallel.context_parallel_size == 1
-        and not simulates(wlb)
-        and wlb.wlb_strategies is None
-    ):
-        return None
-    hardware = repr(load_hardware(config.wlb.wlb_hardware))
-    return hashlib.sha256(hardware.encode()).hexdigest()[:16]
+    plans = config.parallel.context_parallel_size > 1 or simulates(wlb) or wlb.wlb_strategies
+    held = {
+        "machine": repr(load_hardware(wlb.wlb_hardware)).encode() if plans else None,
+        "loss": None if wlb.wlb_loss is None else loss_source(wlb.wlb_loss),
+    }
+    return {
+        name: None if content is None else hashlib.sha256(content).hexdigest()[:16]
+        for name, content in held.items()
+    }

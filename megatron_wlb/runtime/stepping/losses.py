@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_wlb.errors import ConfigError, TrainingError
+from megatron_wlb.files import open_file
 from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.reading import one_line
 
@@ -112,18 +113,34 @@ class OwnLoss:
 
 
 @cache
+def loss_source(file: str) -> bytes:
+    """What a Python file holds when it is first asked for: what :func:`load_loss` runs.
+
+    Raises :class:`ConfigError` for what is no file, or cannot be read.
+    """
+    try:
+        with open_file(file) as stream:
+            return stream.read()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--wlb-loss {file} is no Python file ({one_line(error)}); give one with a function "
+            "`loss`"
+        ) from None
+
+
+@cache
 def load_loss(file: str) -> LossFunction:
     """The function ``loss`` of a Python file, ``--wlb-loss``.
 
     Raises :class:`ConfigError` for a file that cannot be imported, or has no such function.
     """
-    path = Path(file)
+    path, source = Path(file), loss_source(file)
     spec = importlib.util.spec_from_file_location(f"wlb_loss_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None:
         raise ConfigError(f"--wlb-loss {file} is no Python file; give one with a function `loss`")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, file, "exec"), vars(module))
     except Exception as error:  # it is the user's code, and raises anything
         raise ConfigError(
             f"--wlb-loss {file} cannot be imported ({type(error).__name__}: {one_line(error)}); "

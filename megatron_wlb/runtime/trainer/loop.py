@@ -42,7 +42,7 @@ from megatron_wlb.runtime.saving.ledger import open_ledger
 from megatron_wlb.runtime.saving.newest import latest
 from megatron_wlb.runtime.saving.resume import (
     TOLD,
-    machine_digest,
+    file_digests,
     require_same_tokens,
     tell_changes,
 )
@@ -88,7 +88,7 @@ class Trainer:
             self.iteration, _, settings = restored
             self.planner.load_state_dict(state["planner"])
             require_same_tokens(self.corpora, state.get("samples"))
-            tell_changes(config, settings, state.get("machine"), *TOLD)
+            tell_changes(config, settings, state, *TOLD)
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
@@ -143,7 +143,7 @@ class Trainer:
         begin_save(f"the checkpoint after iteration {self.iteration}", self.runner, self.ledger)
         state = {
             "planner": self.plans.state_dict(),
-            "machine": machine_digest(self.config),
+            **file_digests(self.config),
             "samples": self.corpora.samples,
             "kernel": self.kernel,
             "cost": self.cost.as_dict(),

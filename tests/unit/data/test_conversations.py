@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,15 @@ def write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["chats.jsonl", "chats.jsonl.gz", "CHATS.JSONL", "chats.json", "chats.json.gz", "chats"]
+)
 def test_conversations_are_documents_with_targets(tmp_path: Path, name: str) -> None:
-    prefix = conversation_corpus(write(tmp_path / name, LINES), TEMPLATE)
+    twice = [said("system", "5"), *LINES[0]]
+    prefix = conversation_corpus(write(tmp_path / name, [*LINES, twice]), TEMPLATE)
     corpus = Corpus.open(prefix)
-    split = [LINES[0], LINES[1], LINES[2][:2], LINES[2][2:]]  # a system message begins another
+    # A system message begins another.
+    split = [LINES[0], LINES[1], LINES[2][:2], LINES[2][2:], twice[:1], LINES[0]]
     assert len(corpus.lengths) == len(split)
     assert corpus.targets is not None
     for number, conversation in enumerate(split):
@@ -154,6 +159,46 @@ def test_corpus_is_made_once_of_each_content_and_template(tmp_path: Path) -> Non
     assert [p.name for p in (tmp_path / "kept").iterdir() if p.name.startswith(".")] == []
 
 
+def test_corpus_that_another_run_has_made_meanwhile_stays(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    made = []
+
+    def slowly(conversation: list[dict[str, Any]]) -> Any:
+        if not made:  # the other run is done before this one's first conversation
+            made.append(conversation_corpus(path, TEMPLATE))
+            made.extend(Path(made[0] + ending).stat().st_ino for ending in (".bin", ".idx"))
+        return tokenize(conversation)
+
+    prefix = conversation_corpus(path, dataclasses.replace(TEMPLATE, tokenize=slowly))
+    found = (Path(prefix + ending).stat().st_ino for ending in (".bin", ".idx"))
+    assert [prefix, *found] == made
+
+
+def test_run_that_dies_as_it_mends_a_corpus_leaves_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    masks = Path(conversation_corpus(path, TEMPLATE) + ".targets.npy")
+    masks.unlink()
+    masks.mkdir()  # cannot be replaced by a file
+    with pytest.raises(CorpusError, match="Is a directory"):
+        conversation_corpus(path, TEMPLATE)
+    masks.rmdir()
+    with pytest.raises(CorpusError, match=r"no such corpus file: .*\.idx"):
+        Corpus.open(str(masks).removesuffix(".targets.npy"))
+
+
+def test_what_killed_runs_left_goes_when_they_are_surely_gone(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    conversation_corpus(path, TEMPLATE)
+    folders = [tmp_path / "cache" / f".draft.{name}" for name in ("dead", "at-work", "begins")]
+    for folder, *days in zip(folders, (9, 9, 1), (7, 1, 1), strict=True):
+        folder.mkdir()
+        (folder / "0.bin").touch()
+        for written, ago in zip((folder, folder / "0.bin"), days, strict=True):
+            os.utime(written, (time.time() - ago * 24 * 3600,) * 2)
+    conversation_corpus(path, TEMPLATE)  # also where nothing is to be made
+    assert [folder.exists() for folder in folders] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -164,12 +209,20 @@ def test_corpus_is_made_once_of_each_content_and_template(tmp_path: Path) -> Non
         ('{"messages": null}', ["the messages are None"]),
         ('{"conversations": [3]}', ["message 1 is 3"]),
         ('{"conversations": []}', ["the messages are []"]),
-        ('{"conversations": [{"from": "gpt"}]}', ["message 2 is", "text as content"]),
+        (
+            '{"conversations": [{"from": "gpt"}]}',
+            ["message 1 is {'from': 'gpt'}", "texts as from and value"],
+        ),
+        (
+            '{"conversations": [{"from": "system", "value": ""}, {"value": "a"}]}',
+            ["message 2 is {'value': 'a'}", "texts as from"],
+        ),
         ('{"prompt": "a"}', ["has no key 'messages'", "an instruction and its output"]),
-        ('{"prompt": ["a"], "output": "b"}', ["message 2 is", "text as content"]),
+        ('{"prompt": ["a"], "output": "b"}', ["prompt is ['a']", "give a text"]),
+        ('{"prompt": "a", "input": 3, "output": "b"}', ["input is 3", "give a text"]),
         ('{"messages": "hello"}', ["the messages are 'hello'"]),
-        ('{"messages": [{"content": "a"}]}', ["message 1 is", "give it a role"]),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', ["message 1 is", "text as content"]),
+        ('{"messages": [{"content": "a"}]}', ["message 1 is", "texts as role and content"]),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', ["message 1 is", "texts as role"]),
         (
             '{"messages": [{"role": "tool", "content": "a"}]}',
             ["template cannot", "KeyError: 'tool'"],
@@ -207,12 +260,14 @@ def test_other_layouts_are_conversations_that_an_empty_system_message_begins(
     rows = [
         {"conversations": [{"from": "Human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
         {"conversations": [{"from": "system", "value": "s"}, {"from": "bing", "value": "c"}]},
+        {"conversations": [said("user", "a?"), said("assistant", "b")]},
         {"instruction": "d", "input": "e", "output": "f", "id": 4},
         {"question": "g", "context": "", "prompt": "", "answer": "h"},
     ]
     expected = [
         [said("system", ""), said("user", "a?"), said("assistant", "b")],
         [said("system", "s"), said("assistant", "c")],
+        [said("system", ""), said("user", "a?"), said("assistant", "b")],
         [said("system", ""), said("user", "d\n\ne"), said("assistant", "f")],
         [said("system", ""), said("user", "g"), said("assistant", "h")],
     ]

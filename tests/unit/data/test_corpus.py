@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus, parse_split
+from megatron_wlb.data.targets import write_targets
 from megatron_wlb.data.tokenizer import file_encoder
 from megatron_wlb.errors import ConfigError, CorpusError
 
@@ -230,7 +231,7 @@ def test_build_that_fails_between_its_files_leaves_no_index(texts: Path, tmp_pat
         Corpus.open(tmp_path / "c")
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json", ".targets.npy"])
 def test_build_replaces_what_is_there_only_when_forced(
     texts: Path, tmp_path: Path, suffix: str
 ) -> None:
@@ -240,14 +241,17 @@ def test_build_replaces_what_is_there_only_when_forced(
         build_corpus([texts], tmp_path / "c")
     assert path.read_text() == "precious"
     build_corpus([texts], tmp_path / "c", force=True)
-    assert len(Corpus.open(tmp_path / "c").lengths) == 4
+    corpus = Corpus.open(tmp_path / "c")
+    assert (len(corpus.lengths), corpus.targets) == (4, None)
 
 
 def test_build_reuses_what_was_built_from_the_same_content(texts: Path, tmp_path: Path) -> None:
     first = build_corpus([texts], tmp_path / "c", reuse=True)
+    write_targets(tmp_path / "c", [np.ones(n) for n in Corpus.open(tmp_path / "c").lengths])
     built_ns = (tmp_path / "c.bin").stat().st_mtime_ns
     assert build_corpus([texts], tmp_path / "c", reuse=True) == first
     assert (tmp_path / "c.bin").stat().st_mtime_ns == built_ns
+    assert Corpus.open(tmp_path / "c").targets is not None
 
     (tmp_path / "c.bin").write_bytes(b"cut short")
     with pytest.raises(CorpusError, match="exists, broken or built from other content"):
@@ -259,6 +263,7 @@ def test_build_reuses_what_was_built_from_the_same_content(texts: Path, tmp_path
         build_corpus([texts], tmp_path / "c", reuse=True)
     second = build_corpus([texts], tmp_path / "c", reuse=True, force=True)
     assert second.fingerprint != first.fingerprint
+    assert Corpus.open(tmp_path / "c").targets is None
 
 
 # Reading

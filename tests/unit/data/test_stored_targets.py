@@ -75,6 +75,8 @@ def test_written_masks_are_read(prefix: str) -> None:
         ([np.ones(n + 1) for n in LENGTHS], ["50 tokens", "54", "as long as it"]),
         ([np.full(n, -1 if n == 30 else 1) for n in LENGTHS], ["document 2", "from 0 on"]),
         ([np.full(n, np.nan) for n in LENGTHS], ["document 0", "nan"]),
+        ([np.full(n, 1e39) for n in LENGTHS], ["document 0", "1e+39", "float32"]),
+        ([np.full(n, 1e-50 if n == 12 else 1) for n in LENGTHS], ["document 3", "1e-50"]),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(prefix: str, wrong: Any, words: list[str]) -> None:
@@ -107,9 +109,15 @@ def test_impossible_runs_are_refused(
         Corpus.open(prefix)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", np.arange(3)], ids=["empty", "text", "numbers"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"text", np.arange(3), Path("moved.npy")],
+    ids=["empty", "text", "numbers", "broken link"],
+)
 def test_other_files_are_refused(prefix: str, content: Any) -> None:
-    if isinstance(content, bytes):
+    if isinstance(content, Path):
+        Path(prefix + SUFFIX).symlink_to(content)
+    elif isinstance(content, bytes):
         Path(prefix + SUFFIX).write_bytes(content)
     else:
         np.save(prefix + SUFFIX, content)
@@ -142,7 +150,7 @@ def test_documents_carry_targets_of_their_corpus(prefix: str, window: int, is_bl
 @pytest.mark.parametrize("is_blend", [False, True], ids=["by size", "blend"])
 @pytest.mark.parametrize("long_documents", ["split", "truncate"])
 def test_samples_count_the_same(prefix: str, long_documents: Any, is_blend: bool) -> None:
-    write_targets(prefix, masks_of(LENGTHS, seed=2))
+    write_targets(prefix, masks_of(LENGTHS, seed=4))  # what is truncated at 12 predicts a target
     targets = Corpus.open(prefix).targets
     assert targets is not None
     given = stream(
@@ -170,6 +178,15 @@ def test_stream_resumes_with_the_same_targets_alone(prefix: str) -> None:
     assert [again.next_step() for _ in range(3)] == [first.next_step() for _ in range(3)]
     write_targets(prefix, masks_of(LENGTHS, seed=1))
     other = Corpus.open(prefix).targets
-    for kwargs in ({"targets": [other, None]}, {"targets": [targets, None], "loss_mean": "sample"}):
-        with pytest.raises(CheckpointError, match="resume with the same corpora and settings"):
+    for said, kwargs in {
+        r"corpus 0 has other masks there and here \(.targets.npy\); resume with the same": {
+            "targets": [other, None]
+        },
+        "corpus 0 has masks there alone": {"targets": [None, None]},
+        "corpus 1 has masks here alone": {"targets": [targets, other]},
+        "--wlb-loss-mean .* sample here; resume with the same": {
+            "targets": [targets, None], "loss_mean": "sample"
+        },
+    }.items():  # fmt: skip
+        with pytest.raises(CheckpointError, match=said):
             stream(is_blend=True, **kwargs).load_state_dict(state)  # type: ignore[arg-type]

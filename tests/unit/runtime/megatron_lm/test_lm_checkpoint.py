@@ -130,6 +130,6 @@ def test_settings_of_megatron_are_told_where_plans_depend_on_them(
         Session(parse([*flags, *more]), Any, Any)  # type: ignore[arg-type]
         for more in ([], [f"--{name}", value])
     )
-    tell_changes(now.config, plan_settings(saved.config, *saved.compared), None, *now.compared)
+    tell_changes(now.config, plan_settings(saved.config, *saved.compared), {}, *now.compared)
     said = f"--{name} None there, {value} here"
     assert [said in message for message in caplog.messages] == [True] * told

@@ -16,7 +16,7 @@ from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving.resume import (
     changed_settings,
     differences,
-    machine_digest,
+    file_digests,
     missing_load,
     plan_settings,
     require_same_tokens,
@@ -54,7 +54,7 @@ def test_differences_name_flags_and_both_values() -> None:
 )
 def test_changed_settings_are_told(flags: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     saved = as_saved(settings())
-    tell_changes(settings(flags), saved, None, "clip_grad")
+    tell_changes(settings(flags), saved, {}, "clip_grad")
     assert caplog.messages == [
         f"other settings than the checkpoint's, so steps differ from here on: {said}"
     ]
@@ -63,7 +63,7 @@ def test_changed_settings_are_told(flags: str, said: str, caplog: pytest.LogCapt
 def test_settings_that_change_no_step_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     flags = "--wlb-metrics m --wlb-cost c.json --wlb-hardware cpu --wlb-attention-kernel sdpa"
     now = settings(flags, "--log-interval 9 --clip-grad 0.5")
-    tell_changes(now, as_saved(settings()), None)
+    tell_changes(now, as_saved(settings()), {})
     assert not caplog.text
 
 
@@ -72,27 +72,33 @@ def test_checkpoint_of_before_a_setting_existed_had_its_default(
 ) -> None:
     saved = as_saved(settings())
     del saved["wlb_queue_thresholds"], saved["wlb_max_age"]
-    tell_changes(settings(), saved, None)
+    tell_changes(settings(), saved, {})
     assert not caplog.text
-    tell_changes(settings("--wlb-max-age 3"), saved, None)
+    tell_changes(settings("--wlb-max-age 3"), saved, {})
     assert "--wlb-max-age 12 there, 3 here" in caplog.text
 
 
-def test_machine_measured_anew_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_were_edited_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, content = read_hardware("cpu")
-    path = tmp_path / "machine.yaml"
-    path.write_text(yaml.safe_dump(dict(content)))
-    config = settings(f"--context-parallel-size 2 --wlb-hardware {path}")
-    saved = machine_digest(config)
-    tell_changes(config, as_saved(config), saved)
-    tell_changes(config, as_saved(config), None)  # of a checkpoint from before it was noted
-    assert saved is not None and not caplog.text
-    path.write_text(yaml.safe_dump({**content, "latency_us": {"value": 3, "source": "measured"}}))
-    tell_changes(config, as_saved(config), saved)
-    assert "says other figures than when the checkpoint was saved" in caplog.text
-    assert machine_digest(settings(f"--wlb-hardware {path}")) is None  # no plan depends on it
+    changed = {**content, "latency_us": {"value": 3, "source": "measured"}}
+    configs = []
+    for name, machine, loss in (("there", dict(content), "-x"), ("here", changed, "-2 * x")):
+        hardware, own = tmp_path / f"{name}.yaml", tmp_path / f"{name}.py"
+        hardware.write_text(yaml.safe_dump(machine))
+        own.write_text(f"def loss(x, _): return {loss}")
+        flags = f"--context-parallel-size 2 --wlb-hardware {hardware} --wlb-loss {own}"
+        configs.append(settings(flags))
+    there, here = configs
+    noted = json.loads(json.dumps(file_digests(there)))
+    tell_changes(there, as_saved(there), noted)
+    tell_changes(here, as_saved(here), {})  # of a checkpoint from before they were noted
+    tell_changes(settings(), as_saved(settings()), noted)  # no step depends on them
+    assert not caplog.text
+    tell_changes(here, as_saved(here), noted)
+    words = "here.yaml says other figures than when", "here.py holds another text than when"
+    assert all(word in text for word, text in zip(words, caplog.messages, strict=True))
     for simulated in ("--wlb-shape on", "--wlb-micro-batches auto", "--wlb-packing slim"):
-        assert machine_digest(settings(simulated)) is not None
+        assert file_digests(settings(simulated))["machine"] is not None
 
 
 def filled_in(config: Config) -> dict[str, object]:
@@ -134,10 +140,10 @@ def test_windows_are_the_same_in_any_form_of_a_list() -> None:
 def test_other_windows_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """Also of a checkpoint from before there were any."""
     now, names = settings("--window-size 7,0"), ("window_size", "window_attn_skip_freq")
-    tell_changes(now, plan_settings(now, *names), None, *names)
-    tell_changes(settings(""), plan_settings(settings("")), None, *names)
+    tell_changes(now, plan_settings(now, *names), {}, *names)
+    tell_changes(settings(""), plan_settings(settings("")), {}, *names)
     assert not caplog.messages
-    tell_changes(now, plan_settings(settings("")), None, *names)
+    tell_changes(now, plan_settings(settings("")), {}, *names)
     assert "--window-size [] there, [7, 0] here" in caplog.text
 
 
