@@ -274,25 +274,18 @@ class Slicer:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
         way = self.settle(documents, step)
         heaviest = self._heaviest_first(documents)
-        dealt = self._deal(heaviest, merges=False)
-        if self._merges and heaviest and heaviest[0][0] > (1 + TOLERANCE) * dealt.mean_us:
-            merged = self._deal(heaviest, merges=True)
-            if self._step_us(merged, way) < self._step_us(dealt, way):
-                laid = self._lay_all(merged, way)
-                if self._meet(laid):
-                    return self._with_room(laid, is_tight=way in self._tight)
-        return self._with_room(self._lay_all(dealt, way), is_tight=way in self._tight)
-
-    def _lay_all(self, dealt: _Dealt, way: Way) -> list[Units]:
-        groups = range(len(dealt.alone))
-        return [units for group in groups for units in self._lay(dealt, group, way)]
-
-    def _meet(self, replicas: Sequence[Units]) -> bool:
-        """Whether all that several replicas run comes in one order on them."""
-        layout = self._layout
-        chains = [tuple(units.chains) for units in replicas]
-        merged = [units.replicas for units in replicas]
-        return meet_in_order(layout.pp_size, layout.vpp_size, chains, merged)
+        tried = [self._deal(heaviest, merges=False)]
+        if self._merges and heaviest and heaviest[0][0] > (1 + TOLERANCE) * tried[0].mean_us:
+            tried.insert(0, self._deal(heaviest, merges=True))
+            if self._step_us(tried[0], way) >= self._step_us(tried[1], way):
+                tried.pop(0)
+        sizes = self._layout.pp_size, self._layout.vpp_size
+        for dealt in tried:  # the last merges nothing
+            groups = range(len(dealt.alone))
+            laid = [units for group in groups for units in self._lay(dealt, group, way)]
+            if meet_in_order(*sizes, [u.chains for u in laid], [u.replicas for u in laid]):
+                break
+        return self._with_room(laid, is_tight=way in self._tight)
 
     def _with_room(self, replicas: Sequence[Units], *, is_tight: bool = True) -> list[Units]:
         """The same, of which units are recomputed as memory asks: alike in replicas that run alike,

@@ -20,7 +20,6 @@ import functools
 import logging
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_wlb.errors import CheckpointError, WLBError
@@ -42,6 +41,7 @@ from megatron_wlb.runtime.saving.core import (
     sharded_rng,
 )
 from megatron_wlb.runtime.saving.newest import damaged, folder_of, newest_step
+from megatron_wlb.runtime.saving.saved_state import state_of
 from megatron_wlb.runtime.saving.unpickling import check_metadata
 from megatron_wlb.runtime.stepping.optimizer import make_loadable
 
@@ -68,11 +68,8 @@ def newest_settings(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     folder = folder_of(root, iteration)
     try:
-        of_torch = folder.glob("mp_rank_00*/model_optim_rng.pt")
-        path = min(of_torch, default=folder / "common.pt")
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        return dict(checksums.unseal_state(state[STATE])["settings"])
-    except Exception as error:  # Unpickling damaged files raises anything.
+        return dict(state_of(folder)["settings"])
+    except (CheckpointError, KeyError) as error:
         logger.warning("which packing %s has cannot be read (%s)", folder, one_line(error))
         return {}
 

@@ -32,20 +32,27 @@ def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
     """The step of the newest checkpoint in a folder of ``--save`` and its planner's state.
 
     None where there is no checkpoint. Raises :class:`CheckpointError` as :func:`latest` does,
-    and for one that is damaged or has no such state.
+    and as :func:`state_of`.
     """
     if (step := latest(folder)) is None:
         return None
-    checkpoint = folder_of(folder, step)
+    return step, dict(state_of(folder_of(folder, step))["planner"])
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """What this package has saved in the folder of a checkpoint.
+
+    Raises :class:`CheckpointError` for one that is damaged or has no such state.
+    """
     for name in (*_FILES, _METADATA):
         path = checkpoint / name
         if not path.exists():
             continue
         try:
             if name == _METADATA:
-                return step, _state(io.BytesIO(_common(path)))
+                return _state(io.BytesIO(_common(path)))
             with open_file(path) as file:
-                return step, _state(file)
+                return _state(file)
         except Exception as error:  # unpickling damaged files raises anything
             raise CheckpointError(
                 f"{path} has no planner's state that can be read ({shown(error)}); use an intact "
@@ -64,7 +71,7 @@ def _state(file: IO[bytes]) -> dict[str, Any]:
         values = _PlainUnpickler(io.BytesIO(archive.read(entry))).load()
     values = values[0] if isinstance(values, list) else values
     text = values["megatron_wlb"] if "megatron_wlb" in values else values["common"]["planner"]
-    return dict(unseal_state(text)["planner"])
+    return unseal_state(text)
 
 
 def _common(metadata: Path) -> bytes:

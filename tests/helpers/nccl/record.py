@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -126,7 +127,8 @@ class Recorder:
             finally:
                 self._depth -= 1
             if not self._depth and group.size() > 1:
-                to = source = ()
+                to: tuple[int, ...] = ()
+                source: tuple[int, ...] = ()
                 if kind == "all_to_all":
                     ranks = self._group(group).ranks
                     got, sent = args[2:4] if isinstance(args[0], torch.Tensor) else ((), ())
@@ -202,13 +204,14 @@ def _bytes(value: Any) -> int:
 
 def _frames() -> list[str]:
     """Where this was called from, innermost first, outside of torch and of this module."""
-    frame, found = sys._getframe(1), list[str]()
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if "/torch/" not in code.co_filename and code.co_filename != __file__:
             name = "/".join(code.co_filename.split("/")[-2:])
             found.append(f"{name}:{frame.f_lineno} ({code.co_name})")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
 
 
