@@ -55,27 +55,39 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def num_communicators(parallelism: Parallelism) -> int:
-    """NCCL communicators of a rank: of each group in which it has company and that Megatron uses.
+def num_communicators(parallelism: Parallelism, slices: bool = False) -> int:
+    """NCCL communicators of a rank between stages, where documents run in ``slices`` or whole: of
+    each group in which it has company and that Megatron uses.
 
-    The world, TP, CP, DP, DP × CP (gradients), TP × PP (their norm), and a pair for each neighbour
-    stage. Some layouts need none of these; others (tied embeddings) have more.
+    The world, TP, CP, DP, DP × CP (gradients), TP × PP (their norm), PP (the loss; messages of one
+    chunk). Messages of several chunks have a pair for each neighbour, those of slices one for each
+    that they come from or go to, forward and backward. Replicas that run documents together have
+    one for each number of them, of which one is counted. Some layouts need none of these; others
+    (tied embeddings, losses of routers) have more.
     """
     p = parallelism
-    groups = [p.tp_size, p.cp_size, p.dp_size * p.cp_size, p.tp_size * p.pp_size]
+    groups = [p.tp_size, p.cp_size, p.dp_size * p.cp_size, p.tp_size * p.pp_size, p.pp_size]
     groups.append(p.tp_size * p.cp_size * p.pp_size * p.dp_size)
     if p.cp_size > 1:
         groups.append(p.dp_size)
-    if p.ep_size > 1:  # experts, those of one weight, their gradients, and the norm of these
+    if p.ep_size > 1:  # experts, with TP, those of one weight, their gradients, and their norm
         tp_size = p.expert_tp_size
-        groups += [p.ep_size, tp_size, p.expert_dp_size, p.expert_ranks * p.pp_size]
-    return sum(size > 1 for size in groups) + min(p.pp_size - 1, 2)
+        groups += [p.ep_size, p.ep_size * tp_size, tp_size, p.expert_dp_size]
+        groups.append(p.expert_ranks * p.pp_size)
+    if slices:
+        groups.append(p.dp_size)
+    pairs = 0
+    if p.pp_size > 1 and slices:
+        pairs = 4 if p.num_stages > 2 else 2
+    elif p.vpp_size > 1:
+        pairs = 2
+    return sum(size > 1 for size in groups) + pairs
 
 
-def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
+def overhead_gib(hardware: Hardware, parallelism: Parallelism, slices: bool = False) -> float:
     """2³⁰ bytes of a device that are no tensors: CUDA context and communicators' buffers."""
-    mib = hardware.context_mib + num_communicators(parallelism) * hardware.communicator_mib
-    return mib / 1024
+    number = num_communicators(parallelism, slices)
+    return (hardware.context_mib + number * hardware.communicator_mib) / 1024
 
 
 Integers: TypeAlias = npt.NDArray[np.int64]

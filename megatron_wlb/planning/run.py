@@ -60,9 +60,11 @@ MEMORY_SHARE = 0.9
 is for the allocator's gaps. It is assumed; ``--wlb-memory-gib`` says it better."""
 
 
-def tensors_gib(hardware: Hardware, parallelism: Parallelism) -> float:
-    """GiB that tensors may take on a device: a share of the memory that is left for them."""
-    left_gib = hardware.memory_gib - overhead_gib(hardware, parallelism)
+def tensors_gib(hardware: Hardware, parallelism: Parallelism, slices: bool = False) -> float:
+    """GiB that tensors may take on a device: a share of the memory that is left for them, where
+    documents run in ``slices`` or whole.
+    """
+    left_gib = hardware.memory_gib - overhead_gib(hardware, parallelism, slices)
     return max(LEAST, MEMORY_SHARE * left_gib)
 
 
@@ -82,11 +84,11 @@ class Devices(Executed):
     max_tp: int | None = None
     """The most TP; a node's devices if not given."""
 
-    def limit_gib(self, layout: Parallelism) -> float:
-        """What tensors may take in a layout."""
+    def limit_gib(self, layout: Parallelism, slices: bool = False) -> float:
+        """What tensors may take in a layout, where documents run in ``slices`` or whole."""
         limit_gib = self.memory_gib
         if limit_gib is None:
-            limit_gib = tensors_gib(self.hardware, layout)
+            limit_gib = tensors_gib(self.hardware, layout, slices)
         return limit_gib * (1 - self.headroom) if limit_gib > 0 else limit_gib
 
 
@@ -370,10 +372,13 @@ class Run(Executed, _Batch):
 
     @property
     def limit_gib(self) -> float:
-        """What the tensors of a device may take."""
+        """What the tensors of a device may take, where documents run whole."""
+        return self._limit_gib(slices=False)
+
+    def _limit_gib(self, slices: bool) -> float:
         if self.memory_gib is not None:
             return self.memory_gib
-        return tensors_gib(self.hardware, self.parallelism)
+        return tensors_gib(self.hardware, self.parallelism, slices)
 
     @property
     def length_multiple(self) -> int:
@@ -453,7 +458,7 @@ class Run(Executed, _Batch):
         """What a device may hold, for those who plan slices."""
         given = self.memory_gib is not None
         recomputes = self.recompute.granularity is None and self.execution.recomputes
-        limit_bytes = self.limit_gib * GIB
+        limit_bytes = self._limit_gib(slices=True) * GIB
         return MemoryLimit(self.memory, limit_bytes, self.length_multiple, given, recomputes)
 
     def check_reach(self, num_tokens: int | None = None) -> None:

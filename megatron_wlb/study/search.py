@@ -481,6 +481,7 @@ def _sliced(
         if isinstance(run, Rejected) or run.num_micro_batches in done:
             continue
         p, most = run.parallelism, int(DEFAULT_WINDOWS * space.window)
+        run = replace(run, memory_gib=space.limit_gib(p, slices=True))
         for packing in _of_layout(space, p, slices=True):
             setting = PackingSettings.parse(packing, space.window, most)
             simulator = Simulator(run.costs, p, memory=run.memory)

@@ -27,14 +27,16 @@ from helpers.layouts import (
     further,
 )
 from helpers.nccl.record import recorded, recorded_programs
-from helpers.nccl.rules import RULES, hangs
+from helpers.nccl.rules import RULES, Rules, communicators, hangs
 from helpers.ranks import build_runner, half_recomputed, logged, scatter_for, sliced_for
 from test_divided_slices import divided_for
 from test_merge import merged_for
 from test_strategies import config_of
 
+from megatron_wlb.cost.memory import num_communicators
 from megatron_wlb.cost.slices import HOST
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.settings.config import Config
 
 
@@ -88,7 +90,7 @@ def run_strategies(
 
 
 SLICED = [
-    Layout("gpt2", 1, pp=2, dp=2, extra=GATHER),
+    Layout("llama", 1, pp=2, dp=2, extra=GATHER),
     Layout("llama", 1, pp=4),
     Layout("gpt2", 2, pp=2, vpp=2, dp=2, extra=GATHER),
     Layout("mixed", 4, pp=4, vpp=2, extra=f"{FULL} {VERIFY_SHAPES}"),
@@ -101,8 +103,8 @@ SLICED = [
 ]
 MERGED = f"--wlb-packing slim {OVERLAP} {HEAD_GROUPS} {KEEP}"
 WHOLE = [
-    Layout("gpt2", 4, pp=2, vpp=2, dp=2, extra=GATHER),
-    Layout("gpt2", 8, pp=4, vpp=2),
+    Layout("llama", 4, pp=2, vpp=2, dp=2, extra=GATHER),
+    Layout("llama", 8, pp=4, vpp=2),
     Layout("llama", 3, tp="2sp", cp=2, sharding="hybrid"),
     further(Layout("gpt2", 5, pp=2, dp=2, extra=GATHER)),
     further(Layout("gpt2", 4, pp=2, vpp=2, extra=NO_P2P_OVERLAP)),
@@ -112,7 +114,7 @@ WHOLE = [
 CASES: Sequence[tuple[list[Any], Callable[..., StepPlan]]] = [
     (SLICED, sliced_for),
     (WHOLE, scatter_for),
-    ([Layout("gpt2", 1, pp=2, dp=2, extra=f"{OVERLAP} {SHARDED}")], merged_for),
+    ([Layout("llama", 1, pp=2, dp=2, extra=f"{OVERLAP} {SHARDED}")], merged_for),
     (
         [
             further(
@@ -137,7 +139,13 @@ def cases() -> Any:
 @pytest.mark.parametrize(("layout", "plan_for"), [*cases()])
 def test_layouts_end(gloo: GlooPool, layout: Layout, plan_for: Callable[..., StepPlan]) -> None:
     given = layout.world_size, recorded, run_steps, layout.config, plan_for
-    assert hangs(recorded_programs(gloo.run(*given))) == {}
+    programs = recorded_programs(gloo.run(*given))
+    assert hangs(programs) == {}
+    if layout.model == "llama" and VERIFY_SHAPES not in layout.extra:  # no tied weights, no routers
+        counted = {len(communicators(own, rank, Rules())) for rank, own in programs.items()}
+        p = parallelism(layout.config, layout.dp)
+        merges_none = plan_for is sliced_for and layout.dp > 1
+        assert max(counted) == num_communicators(p, plan_for is not scatter_for) - merges_none
 
 
 STRATEGIES = [

@@ -38,7 +38,7 @@ from megatron_wlb.cost.schedule.order import Action, sliced
 AHEAD = 1
 """Passes between a receive and the one that needs it."""
 _MOMENTS = 4
-"""Of each time of the timeline, see above."""
+"""How many moments a time of the timeline has, see above."""
 
 
 class Messages(NamedTuple):
@@ -94,7 +94,7 @@ def messages(graph: Graph, ahead: int = AHEAD) -> Messages:
 
 
 def departures(order: Sequence[Sequence[Action]], rank: int, ahead: int = AHEAD) -> list[list[int]]:
-    """Of each pass of a rank, those whose outputs are sent behind it, in order."""
+    """The passes of a rank whose outputs are sent behind each of its passes, in order."""
     sent = messages(Graph(order), ahead)
     begin = sum(map(len, order[:rank]))
     own = (sent.source >= begin) & (sent.source < begin + len(order[rank]))

@@ -305,7 +305,7 @@ def run_actions(
     actions = order[links.rank]
     departing = departures(order, links.rank, transfers.ahead)
     outputs: dict[int, torch.Tensor] = {}
-    """Of passes, by number, until they are sent."""
+    """What passes made, by number, until it is sent."""
     begins_itself = config.grad_sync_func is None or links.rank == 0
     last = {action.chunk: action for action in actions if action.kind == "B"}
     syncs = [contextlib.ExitStack() for _ in model]

@@ -260,8 +260,8 @@ def test_experts_in_fp8_are_faster_and_keep_less() -> None:
 def test_groups_of_experts_have_communicators_of_their_own() -> None:
     layout = Parallelism(2, dp_size=8, sequence_parallel=True)
     assert (
-        num_communicators(replace(layout, ep_size=8, etp_size=1)) - num_communicators(layout) == 3
-    )  # experts, copies of them, and their norm
+        num_communicators(replace(layout, ep_size=8, etp_size=1)) - num_communicators(layout) == 4
+    )  # experts, also with TP, copies of them, and their norm
 
 
 def test_replica_waits_for_the_one_with_more_work_of_its_own() -> None:

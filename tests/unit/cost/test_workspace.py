@@ -112,14 +112,14 @@ def test_slice_s_kernel_works_on_the_keys_before_it_too() -> None:
 def test_communicators_are_those_of_groups_with_company() -> None:
     assert num_communicators(Parallelism()) == 0
     assert num_communicators(Parallelism(dp_size=4)) == 2  # gradients, the world
-    # TP, its product with PP, one neighbour, the world.
+    # TP, its product with PP, PP, the world.
     assert num_communicators(Parallelism(tp_size=8, pp_size=2)) == 4
-    # TP, CP, DP × CP, TP × PP, the world, DP, and two neighbours.
-    assert num_communicators(Parallelism(8, 2, 4, dp_size=2)) == 8
+    # TP, CP, DP × CP, TP × PP, PP, the world and DP.
+    assert num_communicators(Parallelism(8, 2, 4, dp_size=2)) == 7
 
 
 def test_overhead_is_context_and_communicators() -> None:
     h100, layout = load_hardware("h100-sxm"), Parallelism(8, 2, 4, dp_size=2)
-    assert overhead_gib(h100, layout) * 1024 == h100.context_mib + 8 * h100.communicator_mib
+    assert overhead_gib(h100, layout) * 1024 == h100.context_mib + 7 * h100.communicator_mib
     assert 2 < overhead_gib(h100, layout) < 4
     assert overhead_gib(load_hardware("cpu"), layout) == 0
