@@ -241,9 +241,9 @@ def command(
         words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
     own = {name: x for name, x in environment.items() if name not in (*MACHINE, CONNECTIONS)}
     variables = {"HOST", "MEGATRON_LM_PATH", *variables}
-    exports = (
-        f"{name}={quoted(str(x), variables)}" for name, x in (own | {CONNECTIONS: 1}).items()
-    )
+    if "--wlb-strategies" not in flags:  # whose command has no TP
+        own[CONNECTIONS] = 1
+    exports = (f"{name}={quoted(str(x), variables)}" for name, x in own.items())
     words += ["-m", *LAUNCHER, *_words(flags)]
     return " ".join([*exports, *(quoted(word, variables) for word in words)])
 
