@@ -242,7 +242,7 @@ def command(
     own = {name: x for name, x in environment.items() if name not in (*MACHINE, CONNECTIONS)}
     variables = {"HOST", "MEGATRON_LM_PATH", *variables}
     if "--wlb-strategies" not in flags:  # whose command has no TP
-        own[CONNECTIONS] = 1
+        own[CONNECTIONS] = "1"
     exports = (f"{name}={quoted(str(x), variables)}" for name, x in own.items())
     words += ["-m", *LAUNCHER, *_words(flags)]
     return " ".join([*exports, *(quoted(word, variables) for word in words)])

@@ -49,7 +49,10 @@ def test_evaluation_and_verified_runs_end(options: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize(
     ("pp_size", "vpp_size", "num_micro_batches"),
-    [(4, 8, 16), (4, 2, 16), (8, 2, 32), (2, 8, 16), (4, 4, 4), (4, 1, 16)],
+    [
+        *((4, 8, 16), (4, 2, 16), (8, 2, 32), (2, 8, 16), (4, 4, 4), (4, 1, 16)),
+        pytest.param(16, 1, 32, marks=pytest.mark.long),
+    ],
 )
 def test_documented_layouts_end(pp_size: int, vpp_size: int, num_micro_batches: int) -> None:
     """Real plans; before outputs were sent by a timeline, each step of the first three hung."""
