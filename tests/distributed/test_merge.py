@@ -45,6 +45,8 @@ CASES = [
     DP4,
     Layout("gpt2", 1, dp=2, pp=2, extra=f"{OVERLAP} {SHARDED} {FULL}"),
     Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS),
+    # In step 1 the first replica runs nothing else.
+    Layout("gpt2", 2, dp=2, pp=2, vpp=2, extra=OVERLAP),
 ]
 FURTHER = [Layout("llama", 1, dp=2, tp="2sp"), Layout("latent-yarn", 1, dp=2, tp="2sp")]
 BLOCKS = [((0, 1, 2, 3), 3), ((0, 1), 1), ((2, 3), 2), ((2, 3), 1)]

@@ -27,7 +27,7 @@ from helpers.layouts import (
     further,
 )
 from helpers.nccl.record import recorded, recorded_programs
-from helpers.nccl.rules import RULES, Rules, communicators, hangs
+from helpers.nccl.rules import RULES, Call, Rules, Wait, communicators, hangs
 from helpers.ranks import build_runner, half_recomputed, logged, scatter_for, sliced_for
 from test_divided_slices import divided_for
 from test_merge import merged_for
@@ -100,6 +100,7 @@ SLICED = [
     further(Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2)),
     further(Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE)),
     further(Layout("llama", 2, pp=2, vpp=3, tp="2sp", extra=OVERLAP)),
+    further(Layout("gpt2", 2, pp=2, vpp=3, dp=2, extra=OVERLAP)),
 ]
 MERGED = f"--wlb-packing slim {OVERLAP} {HEAD_GROUPS} {KEEP}"
 WHOLE = [
@@ -115,6 +116,11 @@ CASES: Sequence[tuple[list[Any], Callable[..., StepPlan]]] = [
     (SLICED, sliced_for),
     (WHOLE, scatter_for),
     ([Layout("llama", 1, pp=2, dp=2, extra=f"{OVERLAP} {SHARDED}")], merged_for),
+    ([Layout("gpt2", 2, pp=2, vpp=2, dp=2, extra=OVERLAP)], merged_for),
+    (
+        [further(Layout("gpt2", 2, pp=2, vpp=3, dp=2, extra=f"{OVERLAP} --num-layers 6"))],
+        merged_for,
+    ),
     (
         [
             further(
@@ -141,7 +147,13 @@ def test_layouts_end(gloo: GlooPool, layout: Layout, plan_for: Callable[..., Ste
     given = layout.world_size, recorded, run_steps, layout.config, plan_for
     programs = recorded_programs(gloo.run(*given))
     assert hangs(programs) == {}
-    if layout.model == "llama" and VERIFY_SHAPES not in layout.extra:  # no tied weights, no routers
+    for own in programs.values():  # no wait is lost
+        waited = {step.call for step in own if isinstance(step, Wait)}
+        calls = ((at, step) for at, step in enumerate(own) if isinstance(step, Call))
+        received = {at for at, call in calls if "recv" in {part.kind for part in call.parts}}
+        assert received <= waited
+    # Without tied weights and routers, which have groups of their own.
+    if layout.model == "llama" and VERIFY_SHAPES not in layout.extra:
         counted = {len(communicators(own, rank, Rules())) for rank, own in programs.items()}
         p = parallelism(layout.config, layout.dp)
         merges_none = plan_for is sliced_for and layout.dp > 1

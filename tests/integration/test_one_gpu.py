@@ -41,6 +41,8 @@ def test_ranks_meet_and_compute_what_one_process_does(tmp_path: Path) -> None:
 @pytest.mark.launcher
 def test_pipeline_of_a_packing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
+    folders = PROJECT, PROJECT / "scripts", PROJECT / "tests"  # as scripts/gpu_report has them
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
     pipeline, results = (
         importlib.import_module(f"_gpu_report.{name}") for name in ("pipeline", "results")
     )

@@ -234,10 +234,6 @@ class _Arrival:
 
         Raises :class:`PlanError` where ``verify`` finds another length than the plan's.
         """
-        timers = self._transfers.config.timers
-        name = "forward-recv" if self._action.kind == "F" else "backward-recv"
-        if timers is not None:
-            timers(name, log_level=2).start()
         sent = None
         with watchdog.waiting_for([self._peer]):
             if self._work is None:
@@ -248,8 +244,6 @@ class _Arrival:
         if sent is not None:
             what = f"{self._transfers.label}: {self._what}"
             compare_contents(what, self._peer, sent, self._tensor)
-        if timers is not None:
-            timers(name).stop()
         return self._tensor
 
     def _post(self) -> None:
@@ -296,8 +290,8 @@ def run_actions(
     The parameters by name are theirs, and so is the result: what the losses report, on the last
     stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out. With
     a ``passage``, hosted micro-batches wait in the host's memory. With ``reduce_late`` reduction
-    begins after the last backward, and not during it: for ranks whose last backward has collectives
-    that others run before theirs.
+    begins after the last backward, and not during it: where replicas would come to it in unlike
+    orders. Timers of single passes and messages are off.
     """
     config, links = transfers.config, transfers.links
     if forward_only:
@@ -312,9 +306,12 @@ def run_actions(
     reports: list[Any] = []
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     running: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    config.timers = None  # Those of passes wait for the device, whose next receive is posted.
     with contextlib.ExitStack() as no_sync:
+        no_sync.callback(setattr, config, "timers", timers)
         for stack, begin in zip(syncs, _each(config.no_sync_func, model), strict=True):
             no_sync.enter_context(stack)
             if begin is not None and not forward_only:
@@ -381,8 +378,8 @@ def run_actions(
                 force_all_reduce=force_all_reduce,
             )
     transfers.end()
-    if config.timers is not None:
-        config.timers("forward-backward").stop()
+    if timers is not None:
+        timers("forward-backward").stop()
     return reports
 
 

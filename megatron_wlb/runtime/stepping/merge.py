@@ -107,8 +107,11 @@ def check_merged(plan: StepPlan) -> None:
                     f"{where}; the {len(merged)} of this kind come first and are the first chain, "
                     f"which has {chain} micro-batches"
                 )
-            if number and num > len(merged[number - 1].replicas):
-                raise PlanError(f"{where}, behind one of fewer; let the larger block come first")
+            if number and (before := len(merged[number - 1].replicas)) % num:
+                raise PlanError(
+                    f"{where}, behind one of {before}; let larger blocks come first, of which each "
+                    "holds whole smaller ones"
+                )
             runs.setdefault(m.replicas, {}).setdefault(rank, []).append(m)
     for block, lists in runs.items():
         expected = next(iter(lists.values()))

@@ -38,6 +38,8 @@ WHOLE = torch.uint8, torch.int32, torch.int64
 """Numbers of these are places, counts and FP8 weights, which other passes may need."""
 BEYOND = 1.05
 """Slabs that are pinned to one that is expected, at first: prediction is as exact as that."""
+ENOUGH_SLABS = 64
+"""A step that expects fewer says little of how exact predictions are."""
 SLABS_AT_ONCE = 128
 """Slabs that are pinned together, which takes long."""
 
@@ -224,7 +226,8 @@ class Passage:
         kept.gone = self._host.out.copy(kept.pairs())
         self._kept[action.chunk, action.micro_batch] = kept
         num_wanted = sum(own.num_wanted for own in self._kept.values())
-        self._host.beyond = max(self._host.beyond, num_wanted / self._num_expected)
+        expected = max(self._num_expected, ENOUGH_SLABS)
+        self._host.beyond = max(self._host.beyond, num_wanted / expected)
         self._window.behind(action, kept.num_bytes)
         self.num_bytes += kept.num_bytes
 

@@ -290,7 +290,7 @@ class StepRunner:
                 )  # fmt: skip
             verify = self.communicator.verify
             transfers = Transfers(self.links, lengths, model.config, verify, label)
-            late = all(m.replicas for m in micro_batches)
+            late = self._reduces_late(plan)
             options |= {"passage": passage, "reduce_late": late}
             schedule = partial(run_actions, order, transfers)
         else:
@@ -342,6 +342,16 @@ class StepRunner:
         assert self.config is not None, "who runs plans that host has settings"
         groups, gpt = self.model.groups, self.model.gpts[0]
         return run_of(self.config, gpt.vocab_size, groups.dp.size()).memory
+
+    def _reduces_late(self, plan: StepPlan) -> bool:
+        """Whether gradients are reduced behind all passes, on all replicas alike.
+
+        Else reductions start in the last backward of each chunk. Replicas that run documents
+        together would come to these in unlike orders with several chunks, or where one runs nothing
+        else.
+        """
+        several = len(self.model.chunks) > 1 and any(m.replicas for m in plan)
+        return several or any(all(m.replicas for m in own) for own in plan.micro_batches)
 
     def _hosted_bytes(self, micro_batches: Sequence[MicroBatchPlan]) -> Floats:
         """What each micro-batch would send to the host, ``[chunks, micro-batches]``."""

@@ -80,12 +80,13 @@ def programs(
     *,
     forward_only: bool = False,
     verify: bool = False,
+    timers: Any = None,
 ) -> Programs:
     """What each rank of a pipeline asks in one run of chains of slices, connecting included."""
     order = sliced(pp_size, chains, vpp_size)
     ranks = tuple(range(pp_size))
     return {
-        rank: _program(rank, ranks, order, vpp_size, sum(chains), forward_only, verify)
+        rank: _program(rank, ranks, order, vpp_size, sum(chains), forward_only, verify, timers)
         for rank in ranks
     }
 
@@ -98,17 +99,19 @@ def _program(
     num: int,
     forward_only: bool,
     verify: bool,
+    timers: Any,
 ) -> list[Call | Wait]:
     writer = _Writer()
     more = [_Group(f"more {n}", ranks, rank) for n in range(Links.num_more(len(ranks), vpp_size))]
     config: Any = SimpleNamespace(
-        hidden_size=1, pipeline_dtype=torch.float32, timers=None, grad_sync_func=None,
-        no_sync_func=None, finalize_model_grads_func=None, deallocate_pipeline_outputs=False,
-        calculate_per_token_loss=False,
+        hidden_size=1, pipeline_dtype=torch.float32, timers=timers, grad_sync_func=None,
+        barrier_with_L1_time=False, no_sync_func=None, finalize_model_grads_func=None,
+        deallocate_pipeline_outputs=False, calculate_per_token_loss=False,
     )  # fmt: skip
     lengths = [1 + n for n in range(num)]
 
     def forward_step(*_: Any, current_microbatch: int, **__: Any) -> Any:
+        assert config.timers is None
         output = torch.empty(lengths[current_microbatch], 1, 1)
         return output, torch.zeros([], dtype=torch.int)
 

@@ -140,9 +140,9 @@ class Recorder:
 
     def _waits(self, stock: Any) -> Any:
         def run(work: Any, *args: Any, **options: Any) -> Any:
-            place, frames = self._places.get(id(work)), _frames()
-            if place is not None and not any(OF_GLOO in at for at in frames[:6]):
-                self.program.append(Wait(place, _site()))
+            place, site = self._places.get(id(work)), _site()
+            if place is not None and OF_GLOO not in site:
+                self.program.append(Wait(place, site))
             return stock(work, *args, **options)
 
         return run
@@ -152,11 +152,10 @@ class Recorder:
             self._batch = []
             try:
                 works = stock(ops)
-                by_group: dict[int, tuple[Any, list[Part]]] = {}
-                for group, part in self._batch:
-                    by_group.setdefault(id(group), (group, []))[1].append(part)
-                for group, parts in by_group.values():
-                    self._note(group, tuple(parts), works)
+                for group in {id(own): own for own, _ in self._batch}.values():
+                    parts = tuple(part for own, part in self._batch if own is group)
+                    pairs = zip(self._batch, works, strict=True)
+                    self._note(group, parts, [work for (own, _), work in pairs if own is group])
             finally:
                 self._batch = None
             return works

@@ -39,7 +39,12 @@ RULES = (
     *(Rules(eager, one_queue) for eager in (False, True) for one_queue in (False, True)),
     *(Rules(eager, host_waits=True) for eager in (False, True)),
     *(Rules(eager, True, algorithms=True) for eager in (False, True)),
+    *(Rules(eager, True, True, True) for eager in (False, True)),
 )
+
+
+OF_LIKE_SIZE = {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
+"""Collectives to which all ranks give as many bytes."""
 
 
 class Group(NamedTuple):
@@ -243,6 +248,8 @@ class _Graph:
                 else:
                     if stream is not None:
                         self.after(stream, there, "the stream's order")
+                    if last is not None and self.rules.one_queue:
+                        self.after(last.start, there, "behind it in the one queue")
                     stream = there
             else:
                 op = ops[rank, at]
@@ -393,7 +400,11 @@ def _match(ops: Any) -> None:
         if len(set(counts.values())) > 1:
             raise _Unmatched(f"ranks of {key} have unlike numbers of collectives: {dict(counts)}")
         for row in zip(*by_rank.values(), strict=True):
-            if len({op.call.parts[0].kind for op in row}) > 1:
+            (part, *_) = row[0].call.parts
+            unlike = {op.call.parts[0].kind for op in row} != {part.kind}
+            if part.kind in OF_LIKE_SIZE:
+                unlike |= {op.call.parts[0].num_bytes for op in row} != {part.num_bytes}
+            if unlike:
                 raise _Unmatched("collectives differ: " + "; ".join(map(str, row)))
             for op in row:
                 op.others.extend(other for other in row if other is not op)

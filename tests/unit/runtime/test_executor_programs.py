@@ -89,3 +89,10 @@ def test_messages_of_one_kind_in_one_stream_are_seen_to_hang() -> None:
         found = hangs(programs(3, 2, (1,)))
         assert hangs(programs(3, 1, (2, 1))) == {}
     assert "eager" in found and "lazy" not in found
+
+
+def test_passes_have_no_timers() -> None:
+    """They wait for the device, which may have a receive posted that needs this host."""
+    timers = mock.Mock()
+    programs(2, 2, (1, 2), timers=timers)
+    assert {call.args for call in timers.call_args_list} == {("forward-backward",)}
