@@ -59,11 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks each test with its folder; skips what needs a checkout or a GPU where there is none."""
     for item in items:
         if tier := _folder(item.nodeid):
             item.add_marker(tier)
+        if config.getoption("--nccl-rules") and item.get_closest_marker("gloo_only"):
+            item.add_marker(pytest.mark.skip(reason="what it asks is for gloo alone"))
         if not CHECKOUT and item.get_closest_marker("launcher"):
             item.add_marker(pytest.mark.skip(reason="MEGATRON_LM_PATH names no checkout"))
     gpu = [item for item in items if item.get_closest_marker("gpu")]

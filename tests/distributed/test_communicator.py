@@ -434,12 +434,14 @@ def test_stock_schedule_runs_the_simulated_order(
         assert sent_by_next == [length_of[m] for _, m in expected.backward]
 
 
+@pytest.mark.gloo_only
 def test_message_arrives_whose_sender_does_not_wait(gloo: GlooPool) -> None:
     """As the last one of some schedules: gloo takes it back with its handle."""
     layout = Layout("gpt2", 2, pp=2, vpp=2)  # overlapping: each message has a handle of its own
     assert gloo.run(2, receive_what_nobody_waited_for, layout) == [[7.0], [7.0]]
 
 
+@pytest.mark.gloo_only
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize(
     "layout", [Layout("gpt2", 2, pp=2, vpp=2), Layout("gpt2", 8, pp=4, vpp=2)], ids=str

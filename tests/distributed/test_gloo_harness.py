@@ -193,6 +193,7 @@ def test_ranks_with_an_environment_of_their_own_start_with_it() -> None:
     assert "WLB_OF_RANKS" not in os.environ
 
 
+@pytest.mark.gloo_only
 def test_collectives_work_in_forked_ranks(gloo: GlooPool) -> None:
     results = gloo.run(4, collectives)
     for rank, result in enumerate(results):
@@ -233,6 +234,7 @@ def test_groups_of_a_model_end_with_their_case(gloo: GlooPool, wrong: Difference
     assert max(gloo.run(2, num_listeners)) <= max(one)  # names come a moment after threads
 
 
+@pytest.mark.gloo_only
 def test_case_receives_nothing_of_the_case_before(gloo: GlooPool) -> None:
     gloo.run(2, send_what_nobody_receives)
     assert gloo.run(2, exchange, 20.0) == [21.0, 20.0]

@@ -51,7 +51,8 @@ class Recorder:
         self.program: list[Call | Wait | HostWait] = []
         self.rank = dist.get_rank()
         self._places: dict[int, int] = {}
-        self._works: list[Any] = []  # or another could get the number of one that is gone
+        self._works: dict[int, Any] = {}
+        """Those not waited for, or another could get the number of one that is gone."""
         self._groups: dict[int, tuple[Any, Group]] = {}
         self._batch: list[tuple[Any, Part]] | None = None
         self._depth = self._looking = self._between_hosts = 0
@@ -103,7 +104,7 @@ class Recorder:
         )
         self.program.append(call)
         self._places |= {id(work): len(self.program) - 1 for work in works}
-        self._works += works
+        self._works |= {id(work): work for work in works}
 
     def _messages(self, kind: str, stock: Any) -> Any:
         def run(group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
@@ -143,7 +144,10 @@ class Recorder:
             place, site = self._places.get(id(work)), _site()
             if place is not None and OF_GLOO not in site:
                 self.program.append(Wait(place, site))
-            return stock(work, *args, **options)
+            result = stock(work, *args, **options)
+            self._places.pop(id(work), None)
+            self._works.pop(id(work), None)
+            return result
 
         return run
 

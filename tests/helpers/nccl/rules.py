@@ -313,7 +313,8 @@ class _Graph:
             if not ways and part.kind != "all_to_all":
                 yield ("rings", op.key), ranks
                 if self.rules.algorithms:
-                    yield ("algorithm", op.key, part.kind, part.num_bytes.bit_length()), ranks
+                    size = part.num_bytes.bit_length() if part.kind in OF_LIKE_SIZE else 0
+                    yield ("algorithm", op.key, part.kind, size), ranks
 
     def cycle(self) -> str | None:
         left = [*self.num_before]
