@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import MODELS, further
+from helpers.nccl.record import recorded, recorded_programs
+from helpers.nccl.rules import hangs
 from helpers.oracle import State
 from helpers.strategy_ranks import (
     gather,
@@ -146,5 +148,7 @@ def test_checkpoints_go_between_strategies_and_plain_runs(
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
     flags = [*FLAGS.split(), *MODELS[model].split(), *layout.split(), *more]
     plain = parse([*flags, "--make-vocab-size-divisible-by", "32"])
-    found = gloo.run(4, there_and_back, strategies, plain, others, str(tmp_path))
-    assert found == [[]] * 4
+    given = there_and_back, strategies, plain, others, str(tmp_path)
+    ranks = gloo.run(4, recorded, *given)
+    assert [found for found, _ in ranks] == [[]] * 4
+    assert hangs(recorded_programs(ranks)) == {}
