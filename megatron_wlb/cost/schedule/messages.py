@@ -20,10 +20,11 @@ receive of the message before has been called, by the timeline. At each moment o
 Each rank calls in this row's order, and each communicator has the messages of one rank to one
 other. Then a message starts only behind those that the row has before it, whatever passes really
 take. What ranks of one stage do together inside passes, such as context parallelism, comes in one
-order too, and the first reductions of gradients in that of virtual stages on all replicas (see
-:meth:`.StepRunner.run_schedule` for where they would not). Most outputs leave at once: all where
-ranks have one chunk. Real times differ from the
-timeline, and a send that waits in it may leave later than it could: :class:`.Graph` counts that.
+order too, and the first reductions of gradients in that of virtual stages on all replicas; where
+they would not, they come behind all passes.
+
+Most outputs leave at once: all where ranks have one chunk. Real times differ from the timeline, and
+a send that waits in it may leave later than it could: :class:`.Graph` counts that.
 """
 
 from __future__ import annotations

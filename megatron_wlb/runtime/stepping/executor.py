@@ -172,10 +172,9 @@ class Transfers:
         return None if peer is None else _Arrival(self, action, *peer)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Sends an action's output to where it is needed, if to another rank."""
+        """Sends an action's output to the other rank that needs it."""
         link = self.links.peer(action, 1)
-        if link is None:
-            return
+        assert link is not None
         self._let_go(*link)
         if self.verify:
             facts = [tensor.shape[0], *Contents.of(tensor)]

@@ -99,7 +99,7 @@ REFUSED = {
     "small blocks first": (
         plan_of(((3,), (3,), (1,), (1,)), *[[B0, B1, whole(0, A, ALL)]] * 2,
                 *[[whole(0, A, ALL)]] * 2),
-        "rank 0: micro-batch 0 .* behind one of fewer",
+        "rank 0: micro-batch 0 .* behind one of 2",
     ),
     "unfinished": (
         plan_of(((2,),) * 2, *[[B0, whole(0, A, LOW)]] * 2),
