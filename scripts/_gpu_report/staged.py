@@ -71,6 +71,7 @@ def install(timers: Any, make_event: Any) -> None:
         return call(self, name, log_level) if is_wanted else self._dummy_timer
 
     timers.Timers.__call__ = known
+    timers.Timers.waits = False  # So slices may be timed, too.
     if make_event is not None:
         timers.Timer = with_events(timers.Timer, make_event)
 

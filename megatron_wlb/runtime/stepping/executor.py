@@ -290,7 +290,7 @@ def run_actions(
     stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out. With
     a ``passage``, hosted micro-batches wait in the host's memory. With ``reduce_late`` reduction
     begins after the last backward, and not during it: where replicas would come to it in unlike
-    orders. Timers of single passes and messages are off.
+    orders. Timers of single passes are off, but for timers that have ``waits`` and it is False.
     """
     config, links = transfers.config, transfers.links
     if forward_only:
@@ -308,7 +308,8 @@ def run_actions(
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    config.timers = None  # Those of passes wait for the device, whose next receive is posted.
+    if getattr(timers, "waits", True):
+        config.timers = None  # Megatron's wait for the device, whose next receive is posted.
     with contextlib.ExitStack() as no_sync:
         no_sync.callback(setattr, config, "timers", timers)
         for stack, begin in zip(syncs, _each(config.no_sync_func, model), strict=True):
