@@ -61,6 +61,8 @@ def run_steps(config: Config, plan_for: Callable[..., StepPlan]) -> None:
         optimizer.zero_grad()
         runner.run(plan)
         hooked = [chunk for chunk in chunks if chunk.use_forward_hook]
+        for chunk in chunks:
+            chunk.eval()  # or losses of layers that predict ahead stay in Megatron's globals
         for chunk in hooked:
             chunk.disable_forward_pre_hook(param_sync=False)
         with torch.no_grad():
