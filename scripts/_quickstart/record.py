@@ -71,7 +71,8 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
     from megatron_wlb.runtime.ranks.transfer import of_all_ranks
     from megatron_wlb.runtime.trainer.loop import Trainer
 
-    timers = StepTimers(torch.cuda.synchronize if device == "cuda" else None)
+    on_gpu = device == "cuda"
+    timers = StepTimers((lambda: torch.cuda.current_stream().synchronize()) if on_gpu else None)
     trainers: dict[str, Trainer] = {}
     cost = None
     for name in packings:

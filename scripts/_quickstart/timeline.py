@@ -39,9 +39,12 @@ class _Timer:
 class StepTimers:
     """Records the forward and backward computations of a step, in order.
 
-    ``synchronize`` is called before each reading of the clock: ``torch.cuda.synchronize`` on a GPU,
-    where it makes computation and communication wait for each other, so for measuring only.
+    ``synchronize`` is called before each reading of the clock: on a GPU it waits for the stream
+    that computes, so for measuring only.
     """
+
+    waits = False
+    """Not for the whole device: then slices cannot be timed."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
