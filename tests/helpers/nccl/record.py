@@ -205,21 +205,16 @@ def _bytes(value: Any) -> int:
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _frames() -> list[str]:
-    """Where this was called from, innermost first, outside of torch and of this module."""
-    found: list[str] = []
+def _site() -> str:
+    """Where this was called from, outside of torch and of this module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if "/torch/" not in code.co_filename and code.co_filename != __file__:
             name = "/".join(code.co_filename.split("/")[-2:])
-            found.append(f"{name}:{frame.f_lineno} ({code.co_name})")
+            return f"{name}:{frame.f_lineno} ({code.co_name})"
         frame = frame.f_back
-    return found
-
-
-def _site() -> str:
-    return next(iter(_frames()), "")
+    return ""
 
 
 def recorded_programs(ranks: Sequence[tuple[Any, Program]]) -> Programs:
