@@ -20,10 +20,7 @@ TINY_WARNING = (
     f"**This is the {TINY}.** It shows that the command works. Sizes are hundreds of times smaller "
     "and the kernels are others."
 )
-WHEELS = (
-    "megatron-core==0.16.1", "six", "regex", "pydantic", "pydantic_core", "annotated-types",
-    "typing-inspection", "psutil", "rich", "markdown-it-py", "mdurl", "Pygments",
-)  # fmt: skip
+WHEELS = "megatron-core", "psutil", "rich", "markdown-it-py", "mdurl", "Pygments"
 """What a machine with torch, numpy, matplotlib, pyyaml, tqdm, pytest and hypothesis lacks."""
 
 
