@@ -1,14 +1,14 @@
 """Tiers: a test's folder says what it needs, and the summary counts what each tier did.
 
-Tests of studies stand beside them. Tests of the launcher, which need a checkout of Megatron-LM, are
-a tier of their own wherever they stand.
+Tests of studies stand beside them. Tests of the launcher are a tier wherever they stand.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,8 +40,18 @@ settings.load_profile("tests")
 _POOL = pytest.StashKey[GlooPool]()
 
 
+def _demand(word: str) -> tuple[str, int]:
+    tier, _, number = word.partition(":")
+    if tier not in TIERS or not number.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{word} is no TIER:NUMBER; the tiers are {', '.join(TIERS)}"
+        )
+    return tier, int(number)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--must-run", choices=TIERS, help="fail if no test of this tier runs")
+    said = "fail if fewer tests of the tier run, or one is skipped that needs no checkout"
+    parser.addoption("--must-run", type=_demand, metavar="TIER:NUMBER", help=said)
     said = "fail where what the ranks of a case ask could hang under NCCL's rules"
     parser.addoption("--nccl-rules", action="store_true", help=said)
 
@@ -66,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(tier)
         if config.getoption("--nccl-rules") and item.get_closest_marker("gloo_only"):
             item.add_marker(pytest.mark.skip(reason="what it asks is for gloo alone"))
-        if not CHECKOUT and item.get_closest_marker("launcher"):
+        if not CHECKOUT and item.get_closest_marker("checkout"):
             item.add_marker(pytest.mark.skip(reason="MEGATRON_LM_PATH names no checkout"))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
@@ -107,31 +117,43 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         pool.close()
 
 
+def _keywords(report: pytest.TestReport | pytest.CollectReport) -> Container[str]:
+    keywords: Container[str] = getattr(report, "keywords", ())
+    return keywords
+
+
 def _tier(report: pytest.TestReport | pytest.CollectReport) -> str | None:
-    if "launcher" in getattr(report, "keywords", ()):
-        return "launcher"
-    return _folder(report.nodeid)
+    return "launcher" if "launcher" in _keywords(report) else _folder(report.nodeid)
 
 
-def _missing(config: pytest.Config) -> str:
-    """The tier of ``--must-run``, if nothing of it ran."""
-    tier: str = config.getoption("--must-run")
+def _demanded(config: pytest.Config) -> tuple[str, bool]:
+    """What ``--must-run`` asks and what ran, in words, and whether that is enough."""
+    demand: tuple[str, int] | None = config.getoption("--must-run")
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if not tier or reporter is None:  # a worker of pytest-xdist has none
-        return ""
-    ran = (report for kind in ("passed", "failed") for report in reporter.stats.get(kind, ()))
-    return "" if any(_tier(report) == tier for report in ran) else tier
+    if demand is None or reporter is None:  # a worker of pytest-xdist has none
+        return "", True
+    tier, least = demand
+
+    def count(*kinds: str, without: str | None = None) -> int:
+        reports = (report for kind in kinds for report in reporter.stats.get(kind, ()))
+        return sum(_tier(r) == tier and without not in _keywords(r) for r in reports)
+
+    ran, skipped = count("passed", "failed"), count("skipped", without="checkout")
+    said = f"{ran} {tier} tests ran (at least {least} must), {skipped} were skipped that need "
+    return f"{said}no checkout (none may be)", ran >= least and not skipped
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _missing(session.config):
+    if not _demanded(session.config)[1]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Per tier: what passed, failed and was skipped, and why it was skipped."""
+) -> Iterator[None]:
+    """Per tier, behind all else: what passed, failed and was skipped, and why it was skipped."""
+    yield
     counts = {tier: Counter[str]() for tier in TIERS}
     reasons = {tier: Counter[str]() for tier in TIERS}
     for category, outcome in OUTCOMES.items():
@@ -153,5 +175,6 @@ def pytest_terminal_summary(
         terminalreporter.line(f"{tier:12s}" + "  ".join(said))
         for reason, number in reasons[tier].most_common():
             terminalreporter.line(f"{'':12s}{number:5d} skipped: {reason}")
-    if tier := _missing(config):
-        terminalreporter.line(f"ERROR: no test of the tier {tier} ran", red=True)
+    said, enough = _demanded(config)
+    if said:
+        terminalreporter.line(said if enough else f"ERROR: {said}", green=enough, red=not enough)

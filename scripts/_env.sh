@@ -5,13 +5,13 @@
 # The first start installs what constraints.txt pins, and this project in editable form. Later
 # starts compare a stamp and install nothing. An interrupted set-up is done again from the start.
 #
-#   PYTHON   the interpreter to make the environment with (default: the first fit one on PATH)
+#   PYTHON   the interpreter to make the environment with (default: a Python 3.12 on PATH, of pyenv,
+#            of uv or in the system's folders, else a newer one)
 #   PIP_…    pip's own settings, such as PIP_INDEX_URL and PIP_EXTRA_INDEX_URL
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV=$ROOT/.venv${WLB_MEGATRON:+-$WLB_MEGATRON}
-OLDEST=11 # Python 3.11, but 3.12 for megatron-core 0.17 and later.
-[[ ${WLB_MEGATRON:-0.16} == 0.16* ]] || OLDEST=12
+OLDEST=12 # Python 3.12, as megatron-core asks.
 SETUP_LOG=$VENV/setup.log
 SETUP_STAMP=$VENV/setup.stamp
 
@@ -46,33 +46,67 @@ _checkout() {
   _fail "$1 has no pretrain_gpt.py; give a checkout of Megatron-LM, or an archive of one"
 }
 
-# Prints the first interpreter of 3.$OLDEST or newer that can make a virtual environment.
+# _version PYTHON: prints its version, and why it can make no environment, if it cannot.
+_version() {
+  local version status=0
+  version=$("$1" -c "import sys
+print('%d.%d.%d' % sys.version_info[:3])
+if sys.version_info < (3, $OLDEST): sys.exit(3)
+import venv, ensurepip" 2>/dev/null </dev/null) || status=$?
+  case $status in
+    0) ;;
+    3) version+=', too old' ;;
+    *) version+=${version:+, without venv (Debian and Ubuntu have it in python${version%.*}-venv)} ;;
+  esac
+  printf '%s\n' "${version:-no Python that starts}"
+  return "$status"
+}
+
+# Prints the interpreters that may do, of PATH first.
+_interpreters() {
+  local uv=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-${HOME:-}/.local/share}/uv/python} candidate
+  if [[ -n ${PYTHON:-} ]]; then
+    type -P "$PYTHON" || printf '%s\n' "$PYTHON"
+    return
+  fi
+  type -aP python3.{12..15} python3 python || true
+  for candidate in "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/*/bin/python3 "$uv"/*/bin/python3 \
+    /usr/bin/python3.1[2-9] /usr/local/bin/python3.1[2-9] /opt/*/bin/python3; do
+    [[ ! -x $candidate ]] || printf '%s\n' "$candidate"
+  done
+}
+
+# Prints an interpreter that can make a virtual environment: of Python 3.$OLDEST, with which the pinned
+# versions are tested, else the first newer one.
 _find_python() {
-  local probe candidate version found='' needed="Python 3.$OLDEST or newer with venv and ensurepip"
-  probe="import sys
-print('%d.%d.%d%s' % (sys.version_info[:3] + (' too old' * (sys.version_info < (3, $OLDEST)),)))
-import venv, ensurepip"
+  local candidate version newer='' found=''
+  local -A seen=()
   while read -r candidate; do
-    [[ $candidate != "$VENV"/* ]] || continue # It is about to be deleted.
-    if version=$("$candidate" -c "$probe" 2>/dev/null </dev/null); then
-      if [[ $version != *'too old' ]]; then
-        printf '%s\n' "$candidate"
-        return
-      fi
-    elif [[ -n $version && $version != *'too old' ]]; then
-      version+=" without venv (Debian and Ubuntu have it in python${version%.*}-venv)"
+    # What is in .venv is about to be deleted.
+    [[ $candidate != "$VENV"/* && -z ${seen[$candidate]:-} ]] || continue
+    seen[$candidate]=1
+    if ! version=$(_version "$candidate"); then
+      found+="${found:+; }$candidate ($version)"
+    elif [[ $version == 3.$OLDEST.* ]]; then
+      printf '%s\n' "$candidate"
+      return
+    else
+      newer=${newer:-$candidate}
     fi
-    found+="${found:+; }$candidate is ${version:-no Python that starts}"
-  done < <(if [[ -n ${PYTHON:-} ]]; then type -P "$PYTHON" || printf '%s\n' "$PYTHON"
-           else type -aP python3.11 python3.12 python3.13 python3 python | awk '!seen[$0]++'; fi)
-  _fail "needs $needed; found: ${found:-no python on PATH}." \
-    "Install one, or name one with PYTHON=/path/to/python3."
+  done < <(_interpreters)
+  if [[ -n $newer ]]; then
+    printf '%s\n' "$newer"
+    return
+  fi
+  _fail "needs Python 3.$OLDEST or newer with venv and ensurepip; found: ${found:-none}." \
+    "Get one with 'uv python install 3.$OLDEST', 'pyenv install 3.$OLDEST' or" \
+    "'apt-get install python3.$OLDEST-venv', or name one with PYTHON=/path/to/python3."
 }
 
 # The environment that is wanted: its place and Python (first line), what is pinned (second).
 _stamp() {
   local python=${PYTHON:-$VENV/bin/python} version
-  version=$("$python" -V 2>&1) || return
+  version=$(_version "$python") || return
   printf '%s %s\n' "$ROOT" "$version"
   { _constraints && cat "$ROOT/pyproject.toml"; } | sha256sum
 }
@@ -119,8 +153,8 @@ _install_torch() {
     # Told in the second form because of the constraint, which any build satisfies.
     grep -Eq "No matching distribution found for torch|Cannot install $torch\+cpu" "$SETUP_LOG" ||
       return
-    printf '  %s\n' "This machine's package index has no CPU build of torch: taking the default \
-build, which may be large. PIP_EXTRA_INDEX_URL can name PyTorch's CPU index." >&2
+    printf '  %s\n' "pip finds no CPU build of torch here. It takes the default one, for CUDA: 2.7 GB to \
+download, 5 GB on disk. docs/installing.md says where CPU builds are." >&2
   fi
   _step "$torch" _pip_install "$torch"
 }
@@ -128,7 +162,6 @@ build, which may be large. PIP_EXTRA_INDEX_URL can name PyTorch's CPU index." >&
 _install() {
   _constraints >"$VENV/constraints.txt" && _install_torch &&
     _step 'build tools' _pip_install setuptools &&
-    { [[ -z ${WLB_MEGATRON:-} ]] || _step 'triton' _pip_install triton; } && # 0.18 imports it
     _step 'other packages' _pip_install --no-build-isolation --editable '.[test]'
 }
 
@@ -140,7 +173,7 @@ _set_up() {
     rm -f "$SETUP_STAMP"
   else
     python=$(_find_python) || return
-    printf 'Setting up %s with %s (%s)\n' "$VENV" "$("$python" -V)" "$python" >&2
+    printf 'Setting up %s with Python %s (%s)\n' "$VENV" "$(_version "$python")" "$python" >&2
     rm -f "$SETUP_STAMP"
     output=$("$python" -m venv --clear "$VENV" 2>&1 </dev/null) || {
       _fail "$python cannot make a virtual environment in $VENV: ${output##*$'\n'}"
