@@ -21,15 +21,11 @@ CONSTRAINTS = dict(
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if "==" in line and not line.startswith("#")
 )
-COMMITS = {"0.16.1": "55ac7082517c3878ae653c07c09c534b8aed49f6"}
-"""Of NVIDIA/Megatron-LM's tags core_v…"""
 
 
 def test_megatron_is_the_tested_version_everywhere() -> None:
-    version = CONSTRAINTS["megatron-core"]
-    assert targets.VERSIONS[version].tested
-    assert f"# NVIDIA/Megatron-LM at tag core_v{version}.\n" in DOCKERFILE
-    assert re.findall(r"^ARG MEGATRON_LM_COMMIT=(\S+)$", DOCKERFILE, re.M) == [COMMITS[version]]
+    assert targets.VERSIONS[CONSTRAINTS["megatron-core"]].tested
+    assert '--no-deps "$(grep ^megatron-core== constraints.txt)" .\n' in DOCKERFILE
 
 
 def test_base_image_is_pinned() -> None:
@@ -43,24 +39,22 @@ def test_added_packages_are_pinned_and_leave_torch_alone() -> None:
     assert set(names.split("|")) < set(CONSTRAINTS)
     assert not {"torch", "numpy", "megatron-core"} & set(names.split("|"))
     installs = re.findall(r"pip install (.*)$", DOCKERFILE, re.M)
-    assert len(installs) == 3
+    assert len(installs) == 2
     assert all("--no-deps" in words or "-r requirements.txt" in words for words in installs)
 
 
 def test_base_images_constraint_is_cleared_for_each_install_and_kept_in_the_image() -> None:
     calls = re.findall(r"^.*pip install ", DOCKERFILE, re.M)
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert all(call.endswith("PIP_CONSTRAINT='' pip install ") for call in calls)
     assert not re.search(r"^(ENV|ARG) PIP_CONSTRAINT", DOCKERFILE, re.M)
 
 
-def test_patches_are_checked_and_it_ends_in_a_smoke_test() -> None:
+def test_image_ends_in_a_smoke_test() -> None:
     runs = re.findall(r"^RUN ((?:.*\\\n)*.*)", DOCKERFILE, re.M)
-    assert "wlb patch apply" in runs[-2] and "wlb patch check" in runs[-2]
     words = shlex.split(runs[-1].replace("\\\n", ""))
     assert {"wlb", "doctor", "pytest"} <= set(words)
-    for module in ("apex", "flash_attn", "transformer_engine"):
-        assert module in runs[-1]
+    assert "import transformer_engine.pytorch" in runs[-1]
     paths = [word for word in words if word.startswith(("tests/", "configs/"))]
     assert len(paths) > 4
     assert [path for path in paths if not (ROOT / path).exists()] == []
@@ -81,4 +75,4 @@ def test_package_takes_every_known_megatron_core() -> None:
     taken = SpecifierSet(asked)
     assert all(version in taken for version in targets.VERSIONS)
     newest = Version(list(targets.VERSIONS)[-1])
-    assert "0.15.3" not in taken and f"{newest.major}.{newest.minor + 1}.0" not in taken
+    assert "0.17.1" not in taken and f"{newest.major}.{newest.minor + 1}.0" not in taken
