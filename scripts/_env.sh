@@ -148,6 +148,8 @@ _pip_install() {
 _install_torch() {
   local torch
   torch=$(grep '^torch==' "$ROOT/constraints.txt")
+  # An update finds it there.
+  compgen -G "$VENV/lib/python3*/site-packages/torch-${torch#*==}[.+]*" >/dev/null && return
   if ! nvidia-smi -L >/dev/null 2>&1; then # No GPU: the CPU build is a tenth of the size.
     _step "$torch, CPU build" _pip_install "$torch+cpu" && return
     # Told in the second form because of the constraint, which any build satisfies.
