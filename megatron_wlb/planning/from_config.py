@@ -306,9 +306,11 @@ class Split:
         )
 
 
-def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
-    """Makes the planner of training steps, before its first one."""
-    return _planner(config, Split(corpora, "train", None), cost, dp_size)
+def make_planner(
+    config: Config, corpora: Corpora, cost: Cost, dp_size: int, num_epochs: int | None = None
+) -> Planner:
+    """Makes the planner of training steps, before its first one; ``num_epochs`` None never ends."""
+    return _planner(config, Split(corpora, "train", num_epochs), cost, dp_size)
 
 
 def without_growth(config: Config) -> Config:

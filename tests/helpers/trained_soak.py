@@ -64,9 +64,13 @@ def train(num_steps: int, seed: int = 1, *, experts: bool = False) -> Trained:
 
     flags = FLAGS + EXPERTS * experts
     config = parse([*flags.split(), "--seed", str(seed)])
-    trainer, process = distributed.start(config), psutil.Process()
+    device = distributed.choose_device(config.wlb.wlb_device)
+    distributed.initialize(config, device)
     import torch
 
+    from megatron_wlb.runtime.trainer.loop import Trainer
+
+    trainer, process = Trainer(config, device), psutil.Process()
     store = trainer.runner.batches.slices
     start_s, slices = time.perf_counter(), 0
     rss: list[float] = []
@@ -74,7 +78,7 @@ def train(num_steps: int, seed: int = 1, *, experts: bool = False) -> Trained:
     for number in range(num_steps):
         plan = trainer.planner.next_plan()
         assert plan is not None
-        loss, _, _ = trainer.step(plan)
+        loss, _, _ = trainer.train_step(plan)
         assert loss.mean == loss.mean, f"step {number}: the loss is no number"
         assert not store.buffers, f"step {number} leaves keys and values of {[*store.buffers]}"
         slices += sum(micro_batch.slice is not None for micro_batch in plan)

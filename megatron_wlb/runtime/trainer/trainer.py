@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_wlb.cost import Cost
@@ -91,10 +90,3 @@ class Trainer:
         self.scheduler.step(increment=self.config.training.global_batch_size)
         self.iteration += 1
         return norm, max(group["lr"] for group in self.optimizer.param_groups)
-
-    def evaluate(self, plan: StepPlan) -> StepLoss:
-        """The loss of a plan, forward alone."""
-        for chunk in self.model.chunks:
-            chunk.eval()
-        with torch.no_grad(), self.model.whole_weights():
-            return self.runner.run(plan, forward_only=True)

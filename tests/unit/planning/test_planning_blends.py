@@ -68,9 +68,9 @@ def test_weights_of_the_data_path_are_shares_of_the_tokens(texts: list[str]) -> 
 
 
 def test_without_weights_each_document_comes_once_an_epoch(texts: list[str]) -> None:
-    settings = config(texts, split="0,1")
+    settings = config(texts, split="1")
     corpora = Corpora.open(settings)
-    documents = drawn(make_evaluation_planner(settings, corpora, REFERENCE_COST, 1), 100)
+    documents = drawn(make_planner(settings, corpora, REFERENCE_COST, 1, num_epochs=1), 100)
     assert len({(d.corpus, d.number) for d in documents}) == len(documents) == 70
 
 
