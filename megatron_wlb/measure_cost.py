@@ -1,7 +1,7 @@
 """Measures the cost tables of a model, layout and machine, and writes them for ``--wlb-cost FILE``.
 
-Run under torchrun with the embedded trainer's flags: the model is built as for training, but
-nothing is trained. Tables go as far as S_max.
+Run under torchrun with Megatron's flags of the model and its layout: it is built as for training,
+but nothing is trained. Tables go as far as S_max.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_wlb import interrupts  # noqa: F401 - before all that takes time
+from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.files import write_text
 from megatron_wlb.runtime.rank_main import check_writable, rank_main
 from megatron_wlb.settings.command_line import Parser, parse
@@ -28,25 +29,23 @@ def run(config: Config, path: Path) -> None:
     check_writable("--tables", path)
     from megatron_wlb.runtime.trainer import distributed
 
-    device = distributed.choose_device(config.wlb.wlb_device)
-    distributed.initialize(config, device)
+    given = config.data.vocab_size
+    trainer = distributed.start(config, None if given is None else Corpora([], given, {}))
     import torch
 
-    from megatron_wlb.data.corpora import Corpora
-    from megatron_wlb.planning.from_config import max_tokens, model_shape, padded_vocab_size
-    from megatron_wlb.runtime.gpt.build import build_model
+    from megatron_wlb.planning.from_config import max_tokens, model_shape
     from megatron_wlb.runtime.measuring.measure import measure_tables
 
-    vocab_size = config.data.vocab_size or Corpora.open(config).vocab_size
-    padded = padded_vocab_size(config, vocab_size)
-    model = build_model(config, vocab_size)
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu"
+    model, processes = trainer.model, torch.distributed.get_world_size()
+    padded = model.gpts[0].vocab_size
+    on_gpu = model.device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu"
     tables = measure_tables(
         model,
         model_shape(config, padded),
         max_tokens(config, padded, model.groups.dp.size()),
-        vocab_size,
-        f"{name}, {torch.distributed.get_world_size()} processes, torch {torch.__version__}",
+        trainer.corpora.vocab_size,
+        f"{name}, {processes} processes, torch {torch.__version__}",
     )
     if torch.distributed.get_rank() == 0:
         write_text(path, json.dumps(tables.as_dict(), indent=1))

@@ -106,7 +106,6 @@ RUNS: dict[str, str] = {
     "run hold hybrid": f"--wlb-packing hold {_CP} --wlb-cp-sharding hybrid",
     "run hold truncated": "--wlb-packing hold --wlb-long-documents truncate --window-size 4095,0",
     "run hold ramp": "--wlb-packing hold --rampup-batch-size 8 4 60",
-    "run hold to the end": "--wlb-packing hold --wlb-epochs 2 --data-path small",
     "run hold blend": "--wlb-packing hold --data-path 0.7 corpus 0.3 masked",
     "run evaluation": "--wlb-packing wlb --data-path corpus masked",
     "run slim": "--wlb-packing slim --wlb-units 24",
@@ -172,7 +171,6 @@ def folder() -> Iterator[None]:
         masks = [np.arange(n) // 700 % 3 * (at % 5 > 0) for at, n in enumerate(short)]
         wlb.write_targets("masked", masks)
         write_index("long", lengths(300, 20 * WINDOW, 4))
-        write_index("small", lengths(250, 2 * WINDOW, 3))
         Path("strategies.yaml").write_text(STRATEGIES)
         Path("recipe.yaml").write_bytes(EXPERIMENT.read_bytes())
         yield

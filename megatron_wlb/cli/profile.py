@@ -50,7 +50,7 @@ examples:
   OMP_NUM_THREADS=1 wlb profile --device cpu --small --out cpu.yaml
 
 then:
-  torchrun ... -m megatron_wlb.pretrain_gpt --wlb-hardware h100.yaml --wlb-cp-sharding hybrid ...
+  torchrun ... -m megatron_wlb.launch ... --wlb-hardware h100.yaml --wlb-cp-sharding hybrid ...
 """
 
 

@@ -285,16 +285,11 @@ class Split:
         long_documents: LongDocuments,
         ramp: Ramp | None = None,
     ) -> Stream:
-        """Gives all, by their weights. Raises :class:`ConfigError` for epochs of weights."""
+        """Gives all, by their weights; those with weights never end."""
         corpora, weights = self.corpora, self.corpora.weights.get(self.name)
         make: Callable[..., DocumentStream | BlendedStream]
         if weights is None:
             make = partial(DocumentStream, num_epochs=self.num_epochs)
-        elif self.name == "train" and self.num_epochs is not None:
-            raise ConfigError(
-                f"--wlb-epochs is {self.num_epochs}, but corpora with weights end their epochs at "
-                "different times; leave out the weights of --data-path, or end by --train-iters"
-            )
         else:
             make = partial(BlendedStream, weights=weights)
         return make(
@@ -311,9 +306,11 @@ class Split:
         )
 
 
-def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
-    """Makes the planner of training steps, before its first one."""
-    return _planner(config, Split(corpora, "train", config.wlb.wlb_epochs), cost, dp_size)
+def make_planner(
+    config: Config, corpora: Corpora, cost: Cost, dp_size: int, num_epochs: int | None = None
+) -> Planner:
+    """Makes the planner of training steps, before its first one; ``num_epochs`` None never ends."""
+    return _planner(config, Split(corpora, "train", num_epochs), cost, dp_size)
 
 
 def without_growth(config: Config) -> Config:

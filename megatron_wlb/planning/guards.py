@@ -12,7 +12,7 @@ from itertools import islice
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.from_config import without_growth
 from megatron_wlb.planning.packing import kind_of, reads, unread
-from megatron_wlb.planning.rules import BATCHES, EMBEDDED, GENERAL, LAYOUT, RULES, Facts
+from megatron_wlb.planning.rules import ALONE, BATCHES, GENERAL, LAYOUT, RULES, Facts
 from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.settings.config import Config, WlbConfig, flag_of, table
 
@@ -96,10 +96,10 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
         yield from _check_batches(facts)
 
 
-def check_embedded(config: Config) -> None:
-    """Raises :class:`ConfigError` for what the embedded trainer cannot run, a line each."""
+def check_alone(config: Config) -> None:
+    """Raises :class:`ConfigError` for what only the launcher honours, a line each."""
     facts = Facts(config, 1)
-    refuse_all(filter(None, (rule.refusal(facts) for rule in EMBEDDED)))
+    refuse_all(filter(None, (rule.refusal(facts) for rule in ALONE)))
 
 
 def check_algorithms(environment: Mapping[str, str]) -> None:

@@ -328,8 +328,6 @@ GENERAL: Rules = (
         "{f.wlb_packing} packing cuts no slices", "use --wlb-packing slim, or split"),
     Attempt(lambda f: check_shaping(f.wlb_packing) if f.wlb_shape == "on" else None),
     Attempt(lambda f: check_numbers(f.wlb_packing) if f.wlb_micro_batches == "auto" else None),
-    Rule("save_interval", lambda f, v: v is not None and f.save is None,
-        "there is no folder to save in", "give --save FOLDER too"),
     # The data and the machine. Files are read now: a run needs them once the model is built.
     Rule("mock_data", lambda f, v: v and f.data_path,
         "it stands for a corpus, and --data-path names one", _LEAVE_ONE),
@@ -442,29 +440,23 @@ BATCHES: Rules = (
 )  # fmt: skip
 """Rules of batches, where the layout can run: only the first that applies is told."""
 
-EMBEDDED: Rules = (
+ALONE: Rules = (
     *(
-        Rule(name, lambda f, v: v,
-            f"it is for the launcher (docs/megatron-lm.md): this trainer has {has}")
+        Rule(name, lambda f, v: v, f"it is for the launcher (docs/megatron-lm.md): here is {has}")
         for name, has in (
             ("rampup_batch_size", "one size of batches"),
             ("step_batch_size_schedule", "one size of batches"),
             ("decrease_batch_size_if_needed", "one size of batches"),
             ("fp8_format", "no FP8"),
-            ("use_torch_fsdp2", "weights whole"),
+            ("use_torch_fsdp2", "no FSDP2"),
             ("wlb_strategies", "one layout"),
+            ("wlb_metrics", "no log"),
         )
     ),
     Rule("moe_token_dispatcher_type", lambda f, v: f.num_experts and v == "flex",
         "micro-batches have unequal lengths", "use alltoall"),
 )  # fmt: skip
-"""What the embedded trainer cannot run besides."""
-
-LAUNCHED: tuple[Rule, ...] = (
-    Rule("wlb_epochs", lambda f, v: v, "Megatron's loop ends by steps",
-        "use --train-iters or --train-samples"),
-)  # fmt: skip
-"""What the launcher cannot run besides. It asks only for the settings of these rules."""
+"""What cannot run without Megatron-LM's loop besides."""
 
 RULES: dict[str, Rules] = {
     "multi_latent_attention": LATENT,

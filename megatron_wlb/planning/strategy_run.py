@@ -224,8 +224,7 @@ class StrategyRun:
 
     def planner(self, corpora: Corpora, split: str = "train") -> StrategyPlanner:
         """Makes a planner of the documents of a split, before its first step."""
-        num_epochs = self.config.wlb.wlb_epochs if split == "train" else 1
-        source = Split(corpora, split, num_epochs)
+        source = Split(corpora, split, None if split == "train" else 1)
         return StrategyPlanner(_stream(self.config, source), self.assigner, self.selectors)
 
     @cached_property

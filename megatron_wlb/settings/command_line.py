@@ -112,11 +112,9 @@ def _type_options(hint: Any, *, auto: bool = False) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    prog = "megatron_wlb.pretrain_gpt"
     parser = Parser(
-        prog=f"python -m {prog}",
-        usage=f"torchrun --nproc-per-node N -m {prog} --data-path PREFIX [flags]",
-        description="Trains a GPT on Megatron-core with workload-balanced micro-batches.",
+        prog="SampleTrainer",
+        description="A GPT on Megatron-core with workload-balanced micro-batches.",
         epilog="Flags without wlb- mean what they mean in Megatron-LM.",
         allow_abbrev=False,
     )
@@ -164,8 +162,8 @@ def _reject_unknown(flags: Sequence[str]) -> None:
     megatrons = [name for name in names if name in megatron_flags() - known]
     refuse_all(
         [
-            f"{name} is a Megatron flag that this trainer does not honour; leave it out, "
-            "or train with Megatron-LM's own pretrain_gpt.py"
+            f"{name} is a Megatron flag that is not honoured here; leave it out, or train by the "
+            "launcher (docs/megatron-lm.md)"
             for name in megatrons
         ]
         + list(unknown_flags((name for name in names if name not in megatrons), known))

@@ -18,7 +18,6 @@ from megatron_wlb.reading import MAX_SIZE, MOST_STEPS_AHEAD, MOST_TOKENS, typed
 from megatron_wlb.settings.megatron import (
     CheckpointConfig,
     DataConfig,
-    LoggingConfig,
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
@@ -172,7 +171,6 @@ class WlbConfig:
         "lengths, one a line or an .npy array; reference if not given",
         resume="free",
     )
-    wlb_epochs: int | None = count(None, "end after so many passes over the data, all trained")
     wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = searched(
         "adaptive",
         "with CP: how a micro-batch is divided. per-sequence: 2·CP pieces of the whole. "
@@ -286,7 +284,6 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
     wlb: WlbConfig = field(default_factory=WlbConfig)
 
     @property

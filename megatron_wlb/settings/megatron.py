@@ -27,21 +27,11 @@ class ModelConfig:
 
     num_layers: int = setting(4, "transformer layers", least=1, most=MOST_LAYERS)
     hidden_size: int = size(64, "hidden size")
-    ffn_hidden_size: int | None = size(
-        None, "MLP size; 4 × hidden if not given", follows=("hidden_size", "swiglu")
-    )
+    ffn_hidden_size: int | None = size(None, "MLP size; 4 × hidden if not given")
     num_attention_heads: int = size(4, "query heads")
     group_query_attention: bool = setting(False, "grouped-query attention")
-    num_query_groups: int = size(
-        1,
-        "key/value heads with --group-query-attention",
-        follows=("num_attention_heads", "group_query_attention"),
-    )
-    kv_channels: int | None = size(
-        None,
-        "head dimension; hidden ÷ heads if not given",
-        follows=("hidden_size", "num_attention_heads"),
-    )
+    num_query_groups: int = size(1, "key/value heads with --group-query-attention")
+    kv_channels: int | None = size(None, "head dimension; hidden ÷ heads if not given")
     transformer_impl: Literal["local", "transformer_engine"] | None = setting(
         None,
         "layers of torch and Megatron, or of TransformerEngine; attention is ours in both. "
@@ -57,7 +47,6 @@ class ModelConfig:
         None,
         "rows of learned positions; at least --seq-length",
         most=MAX_SIZE,
-        follows=("seq_length",),
     )
     rotary_base: int = count(10000, "base of the rotary angles")
     rotary_percent: float = setting(1.0, "share of the head dimension that is rotated")
@@ -122,14 +111,12 @@ class ModelConfig:
         planned=True,
     )
     untie_embeddings_and_output_weights: bool = setting(False, "separate output weights")
-    make_vocab_size_divisible_by: int = size(
-        128, "vocabulary is padded to this × TP", resume="free"
-    )
+    make_vocab_size_divisible_by: int = size(128, "vocabulary is padded to this × TP")
     hidden_dropout: float = share(
-        0.0, "dropout after attention and MLP", resume="told", script_default=0.1
+        0.0, "dropout after attention and MLP", resume="free", script_default=0.1
     )
     attention_dropout: float = share(
-        0.0, "dropout of attention's probabilities", resume="told", script_default=0.1
+        0.0, "dropout of attention's probabilities", resume="free", script_default=0.1
     )
     init_method_std: float = real(
         0.02, "standard deviation of initial weights", script="", resume="free"
@@ -310,11 +297,7 @@ class TrainingConfig:
         "round batches down to what --micro-batch-size × DP divides; for the launcher",
         script=SAME,
     )
-    train_iters: int = count(100, "steps to train; less if --wlb-epochs ends the data before")
-    exit_interval: int | None = count(None, "leave at a step that this divides, after saving")
-    exit_signal_handler: bool = setting(
-        False, "at SIGTERM, to any rank, save after the step under way and leave with exit code 0"
-    )
+    train_iters: int = count(100, "steps of the learning rate's schedule", resume="same")
     seed: int = setting(
         1234, "seed of weights, dropout and document order", within=(0, 2**32), script=SAME
     )
@@ -363,7 +346,7 @@ class TrainingConfig:
         "cosine", "decay", resume="same"
     )
     lr_decay_iters: int | None = count(
-        None, "steps of the decay; --train-iters if not given", follows=("train_iters",)
+        None, "steps of the decay; --train-iters if not given", resume="same"
     )
     lr_warmup_iters: int = setting(0, "steps of linear warm-up", least=0, resume="same")
     weight_decay: float = real(0.01, "decoupled weight decay", resume="same")
@@ -371,7 +354,7 @@ class TrainingConfig:
     adam_beta2: float = share(0.95, "Adam's β₂", resume="same")
     adam_eps: float = real(1e-8, "Adam's ε", resume="same")
     sgd_momentum: float = share(0.9, "momentum of SGD", resume="same")
-    clip_grad: float = real(1.0, "global gradient norm is clipped to this; 0 is off", resume="told")
+    clip_grad: float = real(1.0, "global gradient norm is clipped to this; 0 is off")
 
 
 @dataclass(frozen=True)
@@ -391,12 +374,14 @@ class DataConfig:
     split: str = setting(
         "969,30,1", "shares of documents for training, validation and test", script=SAME
     )
-    seq_length: int = searched(8192, "the window, in tokens", most=MOST_TOKENS, script=SAME)
-    vocab_size: int | None = size(
-        None, "vocabulary; read from PREFIX.json if it is there, needed with --mock-data"
+    seq_length: int = searched(
+        8192, "the window, in tokens", most=MOST_TOKENS, script=SAME, resume="same"
     )
-    eval_interval: int = setting(0, "evaluate every so many steps; 0 is never", least=0)
-    eval_iters: int = count(4, "steps an evaluation")
+    vocab_size: int | None = size(
+        None,
+        "vocabulary; read from PREFIX.json if it is there, needed with --mock-data",
+        resume="same",
+    )
 
 
 @dataclass(frozen=True)
@@ -405,12 +390,3 @@ class CheckpointConfig:
 
     save: str | None = setting(None, "folder to save checkpoints in")
     load: str | None = setting(None, "folder to resume from; an empty one starts afresh")
-    save_interval: int | None = count(None, "save every so many steps; also at the end")
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    """What is written where."""
-
-    log_interval: int = count(1, "log every so many steps")
-    tensorboard_dir: str | None = setting(None, "folder for TensorBoard", alike=False)

@@ -28,11 +28,11 @@ class Setting:
     """The argument of Megatron-LM's script that means this and has its form: another name, or
     ``same``; empty where there is none."""
     resume: Literal["same", "told", "free"] = "free"
-    """What a run that resumes may do: ``same`` is nothing, ``told`` is another value with a
-    warning."""
+    """What may become of it where a checkpoint is loaded: ``same`` is what :class:`.SampleTrainer`
+    must be told again, ``told`` is another value with a warning of the launcher."""
     layout: bool = False
-    """Whether it says how a model is divided. The embedded trainer resumes with the same, and
-    strategies say it themselves."""
+    """Whether it says how a model is divided. :class:`.SampleTrainer` must be told the same again,
+    and strategies say it themselves."""
     planned: bool = False
     """Whether it is Megatron's, no weight tells of it, and plans depend on it."""
     alike: bool = True
@@ -42,8 +42,6 @@ class Setting:
     script_default: Any = None
     """What Megatron-LM's script has where it is not given, if predictions depend on it and that is
     not our default."""
-    follows: tuple[str, ...] = ()
-    """The settings that decide about it where it is not given."""
 
     def beyond(self, flag: str, value: Any) -> Iterator[str]:
         """Says of a value, or of each in a list, which limit it is beyond; ``flag`` gave it."""

@@ -215,7 +215,7 @@ def _documents(config: Config) -> tuple[str, Documents, int]:
     data = config.data
     if data.mock_data:
         corpora = Corpora.mock(config, data.vocab_size or DEFAULT_VOCAB_SIZE)
-        split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
+        split = planning.Split(corpora, "train", None)
         return f"of {corpora.corpora[0].prefix}", split, corpora.vocab_size
     blend = Blend.parse(data.data_path)
     absent = [
@@ -227,7 +227,7 @@ def _documents(config: Config) -> tuple[str, Documents, int]:
         noted = [info.vocab_size for p in blend.prefixes if (info := CorpusInfo.load(p))]
         known = data.vocab_size or max(noted, default=DEFAULT_VOCAB_SIZE)
         corpora = Corpora.of_blend(blend, data.split, known)
-        split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
+        split = planning.Split(corpora, "train", None)
         return f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size
     return (
         f"drawn from {DISTRIBUTION!r}" + (f"; no corpus is at {absent[0]}" if absent else ""),

@@ -9,8 +9,8 @@ reward is the share of right tokens. Each iteration draws responses from the mod
 the model says so and are of unlike lengths. Their log-probabilities are noted, and two updates run
 over the same plan, with GRPO's clipped ratio and advantages within each prompt's group.
 
-It runs on CPUs in a minute. All other flags are those of the embedded trainer, and layouts and
-packings change nothing but the time.
+It runs on CPUs in a minute. All other flags are those of ``SampleTrainer``
+(``docs/samples.md``), and layouts and packings change nothing but the time.
 """
 
 from __future__ import annotations

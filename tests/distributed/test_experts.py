@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Differences, Layout, further
-from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for
+from helpers.ranks import build_runner, build_trainer, recomputed_for, scatter_for, sliced_for
 from test_merge import merged_for
 
 from megatron_wlb.errors import CompatibilityError, PlanError
@@ -276,16 +276,11 @@ def test_a_router_of_another_kind_is_refused(gloo: GlooPool) -> None:
 
 def norms(config: Any) -> tuple[float, float]:
     """The norm of all gradients by our update, and by Megatron."""
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer, update
-
-    runner = build_runner(config, WORKLOAD)
-    optimizer, _ = build_optimizer(config, runner.model)
-    for chunk in runner.model.chunks:
-        chunk.zero_grad_buffer()
-    runner.run(scatter_for(config, WORKLOAD, 2, 0))
-    optimizer.prepare_grads()
-    expected = float(optimizer.get_grad_norm())
-    return update(optimizer, 1.0).item(), expected
+    trainer = build_trainer(config, WORKLOAD)
+    trainer.gradients(scatter_for(config, WORKLOAD, 2, 0))
+    trainer.optimizer.prepare_grads()
+    expected = float(trainer.optimizer.get_grad_norm())
+    return trainer.update()[0].item(), expected
 
 
 @pytest.mark.parametrize("case", [EP2, dataclasses.replace(EP2, extra=SHARDED), DIVIDED], ids=str)

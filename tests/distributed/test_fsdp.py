@@ -83,7 +83,7 @@ def train(
     from megatron_wlb.runtime.gpt import build as model_module
     from megatron_wlb.runtime.megatron_lm import fsdp
     from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer, build_scheduler
     from megatron_wlb.runtime.stepping.step import StepRunner
 
     with mock.patch.object(model_module, "_wrap", lambda config, core, chunks: chunks):
@@ -105,7 +105,8 @@ def train(
     with mock.patch.object(fsdp, "_scale_gradients", scale_wrongly):
         model = of_chunks([chunk])
     runner = StepRunner(model, plain.batches, replicas_meet=True)
-    optimizer, scheduler = build_optimizer(config, model)
+    optimizer = build_optimizer(config, model)
+    scheduler = build_scheduler(config, optimizer)
     parameters = list(gpt.parameters())
     assert all(part.indices.shape == p.shape for part, p in zip(held, parameters, strict=True))
     losses, evaluated, gradients = [], [], []

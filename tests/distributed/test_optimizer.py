@@ -19,15 +19,12 @@ FLAGS = (
 
 def build(flags: str) -> None:
     """As on a GPU where there is neither TransformerEngine nor Apex."""
-    from helpers.ranks import build_runner
+    from helpers.ranks import build_trainer
     from megatron.core.optimizer import distrib_optimizer
 
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
-
-    config = parse((FLAGS + flags).split())
-    model = build_runner(config, make_workload([[8]], vocab_size=59)).model
+    trainer = build_trainer(parse((FLAGS + flags).split()), make_workload([[8]], vocab_size=59))
     with mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", False):
-        build_optimizer(config, model)
+        _ = trainer.optimizer
 
 
 def test_checkpoints_that_could_not_be_loaded_are_refused(gloo: GlooPool) -> None:

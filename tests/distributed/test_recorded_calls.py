@@ -28,7 +28,7 @@ from helpers.layouts import (
 )
 from helpers.nccl.record import recorded, recorded_programs
 from helpers.nccl.rules import RULES, Call, Rules, Wait, communicators, hangs
-from helpers.ranks import build_runner, half_recomputed, logged, scatter_for, sliced_for
+from helpers.ranks import build_trainer, half_recomputed, logged, scatter_for, sliced_for
 from test_divided_slices import divided_for
 from test_merge import merged_for
 from test_strategies import config_of
@@ -48,18 +48,11 @@ def run_steps(config: Config, plan_for: Callable[..., StepPlan]) -> None:
     """Trains two steps and evaluates each."""
     import torch
 
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
-
-    runner = build_runner(config, WORKLOAD, verify_shapes=config.wlb.wlb_verify_shapes)
-    chunks = runner.model.chunks
-    optimizer, _ = build_optimizer(config, runner.model)
+    trainer = build_trainer(config, WORKLOAD)
+    runner, chunks, optimizer = trainer.runner, trainer.model.chunks, trainer.optimizer
     for number in range(2):
         plan = plan_for(config, WORKLOAD, torch.distributed.get_world_size(), number)
-        for chunk in chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        runner.run(plan)
+        trainer.gradients(plan)
         hooked = [chunk for chunk in chunks if chunk.use_forward_hook]
         for chunk in chunks:
             chunk.eval()  # or losses of layers that predict ahead stay in Megatron's globals

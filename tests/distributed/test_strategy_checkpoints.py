@@ -91,7 +91,7 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
 
     distributed.initialize_groups(plain)
     model = build_model(plain, WORKLOAD.vocab_size)
-    optimizer, _ = build_optimizer(plain, model)
+    optimizer = build_optimizer(plain, model)
 
     def described(*, is_loading: bool) -> dict[str, Any]:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

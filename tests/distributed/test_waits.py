@@ -14,23 +14,16 @@ from helpers.waits import recorded
 
 def places_of_step(layout: Layout, sliced: bool) -> list[list[str]]:
     """Where a rank would wait in its second step, and while its figures are read."""
-    from helpers.ranks import build_runner, scatter_for, sliced_for
-
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer, update
+    from helpers.ranks import build_trainer, scatter_for, sliced_for
 
     config = layout.config
-    runner = build_runner(config, WORKLOAD)
-    optimizer, scheduler = build_optimizer(config, runner.model)
+    trainer = build_trainer(config, WORKLOAD)
+    _ = trainer.scheduler  # and the optimizer: made
     plan_for = sliced_for if sliced else scatter_for
     for number in range(2):
         plan = plan_for(config, WORKLOAD, torch.distributed.get_world_size(), number)
         with recorded() as step:
-            for chunk in runner.model.chunks:
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            loss = runner.run(plan)
-            norm = update(optimizer, config.training.clip_grad)
-            scheduler.step(increment=config.training.global_batch_size)
+            loss, norm, _ = trainer.step(plan)
         with recorded() as read:
             assert loss.mean > 0 and norm.item() > 0
     return [sorted(step), sorted(read)]

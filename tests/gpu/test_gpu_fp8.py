@@ -99,7 +99,7 @@ def run(result: Path, recipe: str, rows: str, argv: Sequence[str]) -> None:
     device = distributed.choose_device(config.wlb.wlb_device)
     distributed.initialize(config, device)
     from megatron_wlb.runtime.gpt import build
-    from megatron_wlb.runtime.trainer.loop import Trainer
+    from megatron_wlb.runtime.trainer.trainer import Trainer
 
     make = build.transformer_config
 
@@ -118,8 +118,7 @@ def run(result: Path, recipe: str, rows: str, argv: Sequence[str]) -> None:
         assert plan is not None
         lengths += [m.padded_length for m in plan]
         padding += plan.padding_tokens
-        losses.append(trainer.train_step(plan)[0].mean)
-        trainer.iteration += 1
+        losses.append(trainer.step(plan)[0].mean)
     if torch.distributed.get_rank() == 0:
         result.write_text(json.dumps([losses, lengths, padding]))
     distributed.shutdown()

@@ -25,16 +25,15 @@ def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
     from megatron_wlb.settings.command_line import parse
 
     config = parse(argv)
-    device = distributed.choose_device(config.wlb.wlb_device)
-    distributed.initialize(config, device)
+    trainer = distributed.start(config)
     import torch
 
-    from megatron_wlb.runtime.trainer.loop import Trainer
+    from megatron_wlb.runtime.trainer import checkpoint
 
-    trainer = Trainer(config, device)
     (gpt,) = trainer.model.gpts
+    device = trainer.model.device.type
     trainer.model.config.batch_p2p_sync = "P2P_SYNC" in os.environ
-    if trainer.iteration == 0 and torch.distributed.get_world_size() == 1:
+    if torch.distributed.get_world_size() == 1:
         parameters = dict(gpt.named_parameters())
         if not weights.exists():
             torch.save({k: p.detach().float().cpu() for k, p in parameters.items()}, weights)
@@ -43,21 +42,22 @@ def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
             for name, parameter in parameters.items():
                 parameter.copy_(stored[name])
         trainer.optimizer.reload_model_params()
+    checkpoint.load(trainer)
+    for _ in range(trainer.iteration):
+        trainer.planner.next_plan()
     losses = []
-    while trainer.iteration < (config.training.exit_interval or NUM_STEPS):
+    while trainer.iteration < int(os.environ.get("STOP", NUM_STEPS)):
         plan = trainer.planner.next_plan()
         assert plan is not None
         if device == "cuda" and trainer.iteration >= 2:  # states are made and kernels are chosen
             torch.cuda.set_sync_debug_mode(os.environ.get("SYNC_DEBUG_MODE", "default"))
-        step = trainer.train_step(plan)
+        step = trainer.step(plan)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
         losses.append(step[0].mean)
-        trainer.iteration += 1
     if config.checkpoint.save is not None:
-        trainer.save()
+        checkpoint.save(trainer)
     if torch.distributed.get_rank() == 0:
-        device = str(next(gpt.parameters()).device)
         result.write_text(json.dumps({"device": device, "losses": losses}))
     distributed.shutdown()
 
@@ -118,10 +118,10 @@ def test_gpu_trains_as_the_cpu_does(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_gpu_run_resumes_where_it_was_saved(tmp_path: Path, corpus: Path) -> None:
-    """Weights, optimizer, packing and the GPU's random numbers (dropout) among them."""
+    """Weights, optimizer and the GPU's random numbers (dropout) among them."""
     flags = ["--wlb-device", "cuda", "--hidden-dropout", "0.1", "--use-distributed-optimizer"]
     whole = train(tmp_path, corpus, "whole", *flags)
-    first = train(tmp_path, corpus, "first", *flags, "--save", "ck", "--exit-interval", "3")
+    first = train(tmp_path, corpus, "first", *flags, "--save", "ck", STOP="3")
     second = train(tmp_path, corpus, "second", *flags, "--load", "ck")
     # Not bitwise: some CUDA kernels add in no fixed order.
     assert first + second == pytest.approx(whole, rel=1e-4)

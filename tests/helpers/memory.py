@@ -12,7 +12,7 @@ from unittest import mock
 from _quickstart.live_bytes import LiveBytes, step_bytes
 from torch.utils._python_dispatch import _disable_current_modes
 
-from helpers.ranks import build_runner
+from helpers.ranks import build_trainer
 from helpers.workload import make_workload
 from megatron_wlb.cost.slices import HOST, LAYERS
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
@@ -70,8 +70,6 @@ def measure_step(
     ``divided`` over context-parallel ranks or not. ``recomputed`` are numbers of micro-batches, and
     ``what`` of them is.
     """
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
-
     units = iter(lengths)
     parts = [[*itertools.islice(units, number)] for number in chains or [1] * len(lengths)]
     every: list[int] = []  # of each chain the document in slices, and then the others
@@ -98,13 +96,14 @@ def measure_step(
                 )
             )
     with LiveBytes() as live, _without_slabs(live):
-        runner = build_runner(config, workload)
+        trainer = build_trainer(config, workload)
+        runner = trainer.runner
         dp_size = runner.model.groups.dp.size()
         of_ranks = (tuple(chains),) * dp_size if chains else ()
         plan = StepPlan(0, "given", (tuple(micro_batches),) * dp_size, 0, 0, of_ranks)
         plan = dataclasses.replace(plan, window_bytes=WINDOW_BYTES if what == HOST else 0.0)
         chunks = runner.model.chunks
-        optimizer, _ = build_optimizer(config, runner.model)
+        optimizer = trainer.optimizer
         parameters = [p for chunk in chunks for p in chunk.parameters()]
         live.watch(parameters)
         for _ in range(2):  # the first allocates what later ones find

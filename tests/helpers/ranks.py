@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -29,36 +29,37 @@ SHARDINGS = {
 """What micro-batches get, by ``--wlb-cp-sharding``."""
 
 
-def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
-    """A ``StepRunner`` with Megatron's groups and a fresh model behind it."""
+def build_trainer(config: Config, workload: Workload, **options: Any) -> Any:
+    """A ``Trainer`` on Megatron's groups; ``options`` are settings of ours, without ``wlb_``."""
     import torch
 
     from megatron_wlb.planning import guards
-    from megatron_wlb.runtime.gpt.attention.core import model_reach
-    from megatron_wlb.runtime.gpt.build import build_model
-    from megatron_wlb.runtime.stepping.batch import BatchBuilder
-    from megatron_wlb.runtime.stepping.step import StepRunner
     from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.runtime.trainer.trainer import Trainer
 
     world_size = torch.distributed.get_world_size()
+    ours = {f"wlb_{name}": value for name, value in options.items()}
+    config = dataclasses.replace(config, wlb=dataclasses.replace(config.wlb, **ours))
     guards.check(config, world_size)
     guards.check_micro_batches(config, world_size)
     distributed.initialize_groups(config)
-    model = build_model(config, workload.vocab_size)
-    corpora: Sequence[Any] = [workload.corpus]
-    cp = model.groups.cp
-    batches = BatchBuilder(
-        corpora,
-        workload.vocab_size,
-        model.device.type,
-        cp_rank=cp.rank(),
-        cp_size=cp.size(),
-        reach_tokens=model_reach(model.config),
-        num_ahead=model.config.mtp_num_layers or 0,
-        has_experts=model.config.num_moe_experts is not None,
-        loss=workload.loss and partial(_own_loss, workload.loss),
-    )
-    return StepRunner(model, batches, config=config, **options)
+    device = torch.empty(0, device="cuda").device.type  # the CPU, under emulation
+    trainer = Trainer(config, device, corpora_of(workload))
+    if workload.loss is not None:
+        trainer.runner.batches.loss = partial(_own_loss, workload.loss)
+    return trainer
+
+
+def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
+    """The ``StepRunner`` of a fresh :func:`build_trainer`."""
+    return build_trainer(config, workload, **options).runner
+
+
+def corpora_of(workload: Workload) -> Any:
+    from megatron_wlb.data.corpora import Corpora
+
+    corpora: Any = [workload.corpus]
+    return Corpora(corpora, workload.vocab_size, {})
 
 
 def _own_loss(function: OwnLoss, log_probs: Any, targets: Any) -> Any:
@@ -162,23 +163,16 @@ def train(
     """
     import torch
 
-    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
-
-    runner = build_runner(config, workload)
-    model = runner.model
+    trainer = build_trainer(config, workload)
+    model, runner = trainer.model, trainer.runner
     held, parameters = load(config, model, initial)
-    optimizer, scheduler = build_optimizer(config, model)
-    ranges = [_gradient_range(optimizer, p) for p in parameters]
+    ranges = [_gradient_range(trainer.optimizer, p) for p in parameters]
     losses, ahead, evaluated, gradients, auxiliary = [], [], [], [], []
     with fault(runner):
         for number in range(len(workload.steps)):
             plan = plan_for(config, workload, torch.distributed.get_world_size(), number)
-            for chunk in model.chunks:
-                chunk.train()
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
             before = _biases(config, model)
-            loss = runner.run(plan)
+            loss = trainer.gradients(plan)
             losses.append(loss.mean)
             ahead.append(tuple(depth.item() for depth in loss.ahead))
             auxiliary.append(logged(fmean(map(len, plan.micro_batches))))
@@ -198,9 +192,7 @@ def train(
                     for p, span in zip(parameters, ranges, strict=True)
                 )
             )
-            success, _, _ = optimizer.step()
-            assert success
-            scheduler.step(increment=config.training.global_batch_size)
+            trainer.update()
     with model.whole_weights():
         weights = tuple(p.detach().float().cpu().numpy().copy() for p in parameters)
     return RankRun(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.oracle import State
-from helpers.workload import MemoryCorpus, Workload
+from helpers.ranks import corpora_of
+from helpers.workload import Workload
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
 
@@ -25,21 +26,6 @@ _SAVED_NORMS = {
 
 
 @dataclass(frozen=True)
-class MemoryCorpora:
-    """What a run of strategies asks of its corpora."""
-
-    corpora: tuple[Any, ...]
-    vocab_size: int
-
-
-class OpenCorpus(MemoryCorpus):
-    """A corpus that need not be opened."""
-
-    def open_tokens(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
 class StrategyRecord:
     """What a rank saw. Gradients and weights are of the tensors that it gathered, by their names
     in the whole model.
@@ -50,10 +36,6 @@ class StrategyRecord:
     norms: tuple[float, ...]
     gradients: tuple[State, ...]
     final: State
-
-
-def corpora_of(workload: Workload) -> Any:
-    return MemoryCorpora((OpenCorpus(workload.corpus.stored),), workload.vocab_size)
 
 
 def strategies_file(folder: Path, texts: Sequence[str], num_devices: int = 4) -> str:

@@ -29,6 +29,9 @@ class MemoryCorpus:
     stored: tuple[Tokens, ...]
     prefix: str = "memory"
 
+    def open_tokens(self) -> None:
+        """Opens nothing: tokens are there."""
+
     def tokens(self, index: int, start: int, stop: int, epoch: int = 0) -> Tokens:
         assert 0 <= start < stop <= len(self.stored[index]), (index, start, stop)
         return self.stored[index][start:stop]

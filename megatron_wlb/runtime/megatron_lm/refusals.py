@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.packing.settings import kind_in
-from megatron_wlb.planning.rules import LAUNCHED
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.split import PipelineSplit
 
@@ -390,7 +389,6 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     yield from (refusal.message(args) for refusal in REFUSALS if refusal.applies(args))
-    yield from filter(None, (rule.refusal(_Given(args)) for rule in LAUNCHED))
     yield from of_packing(args, getattr(args, "wlb_packing", None))
     if _has_strategies(args):
         yield from (

@@ -111,10 +111,6 @@ class HostCopy:
         if tensor.is_cuda:
             self._made = torch.cuda.current_stream().record_event()
 
-    def is_here(self) -> bool:
-        """Whether :meth:`item` would not wait."""
-        return self._made is None or bool(self._made.query())
-
     def item(self) -> float:
         """Waits for what the device had to do before the copy, and for nothing that came after."""
         if self._made is not None:

@@ -1,4 +1,4 @@
-"""What both ways to save a run share: that of the embedded trainer and that of Megatron-LM.
+"""What both ways to save share: that of the launcher and that of :class:`.SampleTrainer`.
 
 Before a save: what ranks have read is compared, and the ledger is on disk. In a checkpoint: the
 planner's state as sealed text, and the random-number streams of every rank. A failed save is one
@@ -8,8 +8,6 @@ line. Beside this, both use the checksums, the lock, the ledger and the comparis
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,17 +38,15 @@ def begin_save(place: str, runner: Any, ledger: StepLedger) -> None:
     ledger.sync()
 
 
-def opened_state(
-    text: str, trusted: bool, saved: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def opened_state(text: str, trusted: bool) -> dict[str, Any]:
     """The planner's state of a checkpoint whose files may be ``trusted``, as
-    :func:`.checksums.verify` says; ``saved`` is what it says of itself, if not this state.
+    :func:`.checksums.verify` says.
 
     Raises :class:`CheckpointError` where it was changed, or lacks the checksums that it was saved
     with.
     """
     state = checksums.unseal_state(text)
-    if (state if saved is None else saved).get("checksums") and not trusted:
+    if state.get("checksums") and not trusted:
         raise CheckpointError(f"its {checksums.NAME} is missing")
     return state
 
@@ -90,19 +86,19 @@ def lock_folder(root: str) -> None:
     Raises :class:`CheckpointError` on every rank where another process has it, or nothing can be
     written.
     """
-    from_first_rank(partial(lock, root))
 
+    def take() -> None:
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+            save_lock.take(Path(root))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write --save {root}: {error.strerror}; choose another folder"
+            ) from None
 
-def lock(root: str) -> None:
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-        save_lock.take(Path(root))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write --save {root}: {error.strerror}; choose another folder"
-        ) from None
+    from_first_rank(take)
 
 
 def refuse_save(folder: str | Path, failure: BaseException) -> NoReturn:

@@ -22,17 +22,13 @@ from megatron_wlb.settings.config import Config, flag_of, table
 
 logger = logging.getLogger(__name__)
 
-_TOLD = tuple(name for name, known in table().items() if known.resume == "told")
-_OF_PLANS = tuple(name for name in _TOLD if name.startswith("wlb_"))
-TOLD = tuple(name for name in _TOLD if name not in _OF_PLANS)
-"""What no plan depends on and may differ, but not unnoticed."""
+_OF_PLANS = tuple(name for name, known in table().items() if known.resume == "told")
 _OTHER_FILE = {
     "machine": "--wlb-hardware {wlb_hardware} says other figures than when the checkpoint was "
     "saved: the same documents run, but CP shardings and shapes may differ from here on",
     "loss": "--wlb-loss {wlb_loss} holds another text than when the checkpoint was saved, so "
     "losses may differ from here on; give the file of then to go on as before",
 }
-_NO_FLAGS = {"processes": "processes", "padded_vocab_size": "padded vocabulary"}
 
 
 def missing_load(load: str | None, save: str | None) -> str:
@@ -96,46 +92,10 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     Empty where none is. A setting that ``saved`` lacks is None there.
     """
     return "; ".join(
-        f"{_NO_FLAGS.get(name) or flag_of(name)} {saved.get(name)} there, {value} here"
+        f"{name if name == 'processes' else flag_of(name)} {saved.get(name)} there, {value} here"
         for name, value in now.items()
         if saved.get(name) != value
     )
-
-
-def changed_settings(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    given_then: Mapping[str, Any],
-    given_now: Mapping[str, Any],
-) -> str:
-    """:func:`differences` of settings that were filled in, by the flags that make them.
-
-    One that differs though the same was given for it, or nothing, follows from another flag. Lists
-    are equal in any form: a checkpoint may give them back in another.
-    """
-    saved, now, given_then, given_now = (
-        json.loads(json.dumps(dict(settings))) for settings in (saved, now, given_then, given_now)
-    )
-    then: dict[str, Any] = {}
-    here: dict[str, Any] = {}
-    for name, value in now.items():
-        if saved.get(name) == value:
-            continue
-        sources = []
-        if given_then.get(name) == given_now.get(name):
-            sources = [
-                source for source in _follows(name) if given_then.get(source) != given_now[source]
-            ]
-        for source in sources:
-            then[source], here[source] = given_then.get(source), given_now[source]
-        if not sources:
-            then[name], here[name] = saved.get(name), value
-    return differences(then, here)
-
-
-def _follows(name: str) -> tuple[str, ...]:
-    known = table().get(name)  # a checkpoint has figures besides settings
-    return () if known is None else known.follows
 
 
 def file_digests(config: Config) -> dict[str, str | None]:

@@ -70,8 +70,7 @@ def _state(file: IO[bytes]) -> dict[str, Any]:
             raise ValueError(f"its entry of {entry.file_size} bytes is none of torch's")
         values = _PlainUnpickler(io.BytesIO(archive.read(entry))).load()
     values = values[0] if isinstance(values, list) else values
-    text = values["megatron_wlb"] if "megatron_wlb" in values else values["common"]["planner"]
-    return unseal_state(text)
+    return unseal_state(values["megatron_wlb"])
 
 
 def _common(metadata: Path) -> bytes:

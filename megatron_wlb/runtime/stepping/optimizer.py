@@ -26,12 +26,10 @@ _GRADIENTS_OF_NORM = next(
 """Megatron's method that gives an optimizer's share of all gradients; 0.19 renamed it."""
 
 
-def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamScheduler]:
-    """Megatron's optimizer over the model's chunks, and its schedule counted in samples.
+def build_optimizer(config: Config, model: Model) -> Any:
+    """Megatron's optimizer over the model's chunks.
 
-    A sample is a window, of which ``global_batch_size`` arrive a step; so a schedule keeps its
-    meaning whatever the number of tokens that a balanced step runs. Raises
-    :class:`CompatibilityError` where checkpoints of this optimizer could be saved but not loaded.
+    Raises :class:`CompatibilityError` where checkpoints of it could be saved but not loaded.
     """
     check_checkpoints(
         config.parallel.use_distributed_optimizer, config.checkpoint.save, config.checkpoint.load
@@ -43,7 +41,7 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
     )
     make_loadable(optimizer)
     model.config.grad_scale_func = optimizer.scale_loss
-    return optimizer, build_scheduler(config, optimizer)
+    return optimizer
 
 
 def optimizer_config(config: Config, dtype: torch.dtype) -> OptimizerConfig:
@@ -67,7 +65,11 @@ def optimizer_config(config: Config, dtype: torch.dtype) -> OptimizerConfig:
 
 
 def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
-    """Megatron's learning-rate schedule, for the groups of an optimizer."""
+    """Megatron's learning-rate schedule, for the groups of an optimizer, counted in samples.
+
+    A sample is a window, of which ``global_batch_size`` arrive a step; so a schedule keeps its
+    meaning whatever the number of tokens that a balanced step runs.
+    """
     training = config.training
     batch = training.global_batch_size
     return OptimizerParamScheduler(

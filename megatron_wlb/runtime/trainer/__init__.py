@@ -1,5 +1,4 @@
-"""The embedded trainer: a small loop on megatron-core, for the quickstart and the oracle tests.
+"""A model that runs plans, for tests, measurements, samples at hand and short studies.
 
-It is frozen: it gets no features of Megatron-LM. What a real run needs goes into
-:mod:`megatron_wlb.runtime.megatron_lm`.
+It has no loop: a real run is the launcher's (:mod:`megatron_wlb.runtime.megatron_lm`).
 """

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards
 from megatron_wlb.runtime.emulation import cpu
+from megatron_wlb.runtime.ranks import agreement
 from megatron_wlb.settings.config import Config
+
+if TYPE_CHECKING:
+    from megatron_wlb.runtime.trainer.trainer import Trainer
+
+
+def start(config: Config, corpora: Corpora | None = None) -> Trainer:
+    """A :class:`.Trainer` on the device that the settings ask for, in the world that torchrun
+    started; raises as :func:`choose_device` and :func:`initialize` do.
+    """
+    device = choose_device(config.wlb.wlb_device)
+    initialize(config, device)
+    from megatron_wlb.runtime.trainer.trainer import Trainer  # Megatron, on that device
+
+    return Trainer(config, device, corpora)
 
 
 def choose_device(requested: str) -> str:
@@ -34,21 +51,19 @@ def choose_device(requested: str) -> str:
     return device
 
 
-def initialize(config: Config, device: str) -> int:
+def initialize(config: Config, device: str) -> None:
     """Joins the world that torchrun started and builds Megatron's groups in it.
 
-    Returns the number of micro-batches of each data-parallel rank. Raises :class:`ConfigError`
-    where the world and the settings do not fit, or torchrun is missing.
+    Raises :class:`ConfigError` where the world and the settings do not fit, or torchrun is missing;
+    :class:`PlanError` where ranks are told different things.
     """
     if "RANK" not in os.environ:
-        raise ConfigError(
-            "RANK is not set; start the trainer with torchrun, e.g. "
-            "torchrun --nproc-per-node 2 -m megatron_wlb.pretrain_gpt …"
-        )
-    guards.check_embedded(config)
+        raise ConfigError("RANK is not set; start this with torchrun --nproc-per-node N …")
+    agreement.compare_at_start(config.flat(), config.parallel.distributed_timeout_minutes)
+    guards.check_alone(config)
     world_size = int(os.environ["WORLD_SIZE"])
     guards.check(config, world_size)
-    num_micro_batches = guards.check_micro_batches(config, world_size)
+    guards.check_micro_batches(config, world_size)
     backend = config.parallel.distributed_backend or ("nccl" if device == "cuda" else "gloo")
     if backend == "nccl" and device == "cpu":
         raise ConfigError("--distributed-backend is nccl, which needs GPUs; use gloo on CPUs")
@@ -59,7 +74,6 @@ def initialize(config: Config, device: str) -> int:
         timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
     initialize_groups(config)
-    return num_micro_batches
 
 
 def _be_deterministic(backend: str) -> None:

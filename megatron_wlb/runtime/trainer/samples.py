@@ -23,7 +23,6 @@ from megatron_wlb.errors import ConfigError, TrainingError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import (
     check_positions,
-    known_cost,
     max_tokens,
     parallelism,
     run_of,
@@ -31,7 +30,6 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.planning.packing import kind_of
 from megatron_wlb.planning.samples import plan_step
-from megatron_wlb.runtime.ranks import agreement
 from megatron_wlb.runtime.trainer import distributed
 from megatron_wlb.settings.command_line import parse
 
@@ -52,8 +50,8 @@ class SampleTrainer:
     """A model, its optimizer and the samples that its caller gives it.
 
     Every rank that torchrun started makes one, and calls it with the same samples. ``flags`` are
-    those of the embedded trainer (``docs/embedded-trainer.md``): ``--wlb-packing slim`` plans
-    slices, any other one whole samples. ``--load`` goes on from what :meth:`save` wrote.
+    in ``docs/samples.md``: ``--wlb-packing slim`` plans slices, any other one whole samples.
+    ``--load`` goes on from what :meth:`save` wrote.
 
     Raises :class:`ConfigError` for flags that cannot run.
     """
@@ -62,34 +60,25 @@ class SampleTrainer:
         self.config = config = parse(flags)
         if config.data.vocab_size is None:
             raise ConfigError("samples have no vocabulary of their own; give --vocab-size")
-        device = distributed.choose_device(config.wlb.wlb_device)
-        # Import Megatron under the device's conditions.
-        from megatron_wlb.runtime.gpt.build import build_model, settle_kernel
-        from megatron_wlb.runtime.measuring.measure import measured_cost
-        from megatron_wlb.runtime.saving import checkpoint
-        from megatron_wlb.runtime.stepping.optimizer import build_optimizer
-        from megatron_wlb.runtime.stepping.step import StepRunner
+        self._trainer = distributed.start(config, Corpora([], config.data.vocab_size, {}))
+        self.model, self.runner = self._trainer.model, self._trainer.runner
+        from megatron_wlb.runtime.trainer import checkpoint
 
-        agreement.compare_at_start(config.flat(), config.parallel.distributed_timeout_minutes)
-        distributed.initialize(config, device)
-        checkpoint.check_folder(config)
-        corpora = Corpora([], config.data.vocab_size, {})
-        self.model = build_model(config, corpora.vocab_size)
-        self._optimizer, self._scheduler = build_optimizer(config, self.model)
-        self.runner = StepRunner.of(config, self.model, corpora, device)
-        restored = checkpoint.load(config, self.model, self._optimizer, self._scheduler)
-        self.iteration = 0 if restored is None else restored[0]
-        settle_kernel(config, self.model, None)
+        checkpoint.check_folders(config)
+        checkpoint.load(self._trainer)
+        self._cost = self._trainer.cost
         padded, dp_size = self.model.gpts[0].vocab_size, self.model.groups.dp.size()
-        self._cost = known_cost(config, padded) or measured_cost(
-            self.model, config.data.seq_length, corpora.vocab_size
-        )
         run = run_of(config, padded, dp_size, cost=self._cost)
         self._costs = shaping_costs(config, run)
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
         self._alike = run.alike
         self.layout = parallelism(config, dp_size)
         self._max_tokens = max_tokens(config, padded, dp_size)
+
+    @property
+    def iteration(self) -> int:
+        """Steps so far, those before :meth:`save` and ``--load`` included."""
+        return self._trainer.iteration
 
     def batch(
         self,
@@ -156,30 +145,19 @@ class SampleTrainer:
         The loss is Σ weight · loss ÷ Σ weight over the targets of the step. Raises
         :class:`TrainingError`, before weights change, for a loss that is no number.
         """
-        from megatron_wlb.runtime.stepping.optimizer import update
-
-        for chunk in self.model.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()  # type: ignore[operator]
-        self._optimizer.zero_grad()
         self.runner.batches.corpora, self.runner.batches.loss = [batch.corpus], loss
-        mean = self.runner.run(batch.plan).mean
+        mean = self._trainer.gradients(batch.plan).mean
         if not math.isfinite(mean):
             raise TrainingError(f"the loss of step {self.iteration} is {mean}; look at its terms")
-        norm = update(self._optimizer, self.config.training.clip_grad).item()
-        self._scheduler.step(increment=self.config.training.global_batch_size)
-        self.iteration += 1
-        return mean, norm
+        norm, _ = self._trainer.update()
+        return mean, norm.item()
 
     def save(self) -> Path:
         """Writes weights and optimizer to ``--save``; returns the folder."""
-        from megatron_wlb.runtime.saving import checkpoint
+        from megatron_wlb.runtime.trainer import checkpoint
 
-        state = {"cost": self._cost.as_dict()}
         with self.model.whole_weights():
-            return checkpoint.save(
-                self.config, self.iteration, self.model, self._optimizer, self._scheduler, state
-            )
+            return checkpoint.save(self._trainer)
 
     def close(self) -> None:
         """Leaves the world that torchrun started."""

@@ -307,7 +307,6 @@ REFUSED = [
         ["fixed-greedy packing balances windows", "use original, hold or wlb"],
     ),
     ("--deterministic-mode", 1, ["NCCL_ALGO=None", "to one of Ring, Tree"]),
-    ("--save-interval 5", 1, ["--save-interval is 5", "give --save FOLDER"]),
     (
         "--global-batch-size 7", 2,
         ["--global-batch-size is 7", "DP 2", "use a multiple of 2"],
@@ -439,11 +438,10 @@ def test_evaluation_beside_a_schedule_of_batches_has_micro_batches_to_interleave
         ("--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8", 1, 8),
         ("--seq-length 512 --max-position-embeddings 512 --wlb-max-tokens 512", 1, 8),
         ("--seq-length 2", 1, 8),
-        ("--hidden-dropout 0.5 --eval-interval 0 --wlb-verify-plan-interval 0", 1, 8),
+        ("--hidden-dropout 0.5 --wlb-verify-plan-interval 0", 1, 8),
         ("--recompute-granularity selective", 1, 8),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1, 8),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", 1, 8),
-        ("--save out --save-interval 1", 1, 8),
         ("--pipeline-model-parallel-size 3 --num-layers 1 "
          "--pipeline-model-parallel-layout E|t|L", 3, 8),
         ("--pipeline-model-parallel-size 2 --num-layers 6 --pipeline-model-parallel-layout "
@@ -472,14 +470,16 @@ def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int)
         "--decrease-batch-size-if-needed",
         "--fp8-format hybrid",
         "--use-torch-fsdp2",
+        "--wlb-strategies auto",
+        "--wlb-metrics steps",
         "--num-experts 8 --moe-token-dispatcher-type flex",
     ],
 )
-def test_the_embedded_trainer_refuses_what_only_the_launcher_has(flags: str) -> None:
-    guards.check_embedded(parse([]))
+def test_what_only_the_launcher_honours_is_refused_elsewhere(flags: str) -> None:
+    guards.check_alone(parse([]))
     *_, flag = (word for word in flags.split() if word.startswith("--"))
     with pytest.raises(ConfigError, match=f"^{flag} is "):
-        guards.check_embedded(parse(flags.split()))
+        guards.check_alone(parse(flags.split()))
 
 
 def test_data_parallel_size_is_what_is_left_of_the_world() -> None:
@@ -506,18 +506,17 @@ def _says(rule: Rule | Attempt, facts: Facts, lines: list[str]) -> bool:
 
 
 def test_all_that_cannot_run_is_told_at_once() -> None:
-    flags = "--global-batch-size 7 --max-position-embeddings 9 --lr 1e-3 --min-lr 1 "
-    flags += "--save-interval 2"
+    flags = "--global-batch-size 7 --max-position-embeddings 9 --lr 1e-3 --min-lr 1"
     with pytest.raises(ConfigError) as caught:
         check_all(flags, 2)
-    told = ["--max-position-embeddings", "--min-lr", "--save-interval", "--global-batch-size"]
+    told = ["--max-position-embeddings", "--min-lr", "--global-batch-size"]
     assert [line.split()[0] for line in str(caught.value).splitlines()] == told
     report = caught.value.report(" (rank 1)")
-    assert [line.split(": ")[0] for line in report.splitlines()] == ["error (rank 1)"] * 4
+    assert [line.split(": ")[0] for line in report.splitlines()] == ["error (rank 1)"] * 3
 
 
 def test_what_counts_with_numbers_out_of_range_waits_for_them() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_all("--num-attention-heads 0 --num-layers 0 --save-interval 2", 1)
+        check_all("--num-attention-heads 0 --num-layers 0 --min-lr 1", 1)
     told = ["--num-layers", "--num-attention-heads"]
     assert [line.split()[0] for line in str(caught.value).splitlines()] == told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import build_corpus
-from megatron_wlb.errors import ConfigError, CorpusError
+from megatron_wlb.errors import CorpusError
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.from_config import make_evaluation_planner, make_planner
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
@@ -69,9 +68,9 @@ def test_weights_of_the_data_path_are_shares_of_the_tokens(texts: list[str]) -> 
 
 
 def test_without_weights_each_document_comes_once_an_epoch(texts: list[str]) -> None:
-    settings = config(texts, wlb_epochs=1, split="1")
+    settings = config(texts, split="1")
     corpora = Corpora.open(settings)
-    documents = drawn(make_planner(settings, corpora, REFERENCE_COST, 1), 100)
+    documents = drawn(make_planner(settings, corpora, REFERENCE_COST, 1, num_epochs=1), 100)
     assert len({(d.corpus, d.number) for d in documents}) == len(documents) == 70
 
 
@@ -90,11 +89,3 @@ def test_each_split_may_have_a_blend_of_its_own(texts: list[str]) -> None:
     assert share(drawn(planner, 4)) == {2: 1.0}
     with pytest.raises(CorpusError, match="no documents"):
         make_evaluation_planner(settings, corpora, REFERENCE_COST, 1, "test")
-
-
-def test_epochs_of_corpora_with_weights_are_refused(texts: list[str]) -> None:
-    settings = config(["1", texts[0], "2", texts[1]], wlb_epochs=2)
-    with pytest.raises(ConfigError, match="leave out the weights"):
-        make_planner(settings, Corpora.open(settings), REFERENCE_COST, 1)
-    weighted = dataclasses.replace(settings, wlb=config([]).wlb)
-    make_planner(weighted, Corpora.open(weighted), REFERENCE_COST, 1)

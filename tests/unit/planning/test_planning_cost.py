@@ -286,8 +286,8 @@ def test_attention_measured_shorter_than_the_window_is_refused_unless_allowed(
 
 
 def planned(*flags: str, cost: object = COEFFICIENTS) -> Planner:
-    config = settings("--num-layers 8 --wlb-epochs 1", *flags)
-    return make_planner(config, CORPORA, cost, dp_size=2)  # type: ignore[arg-type]
+    config = settings("--num-layers 8", *flags)
+    return make_planner(config, CORPORA, cost, 2, num_epochs=1)  # type: ignore[arg-type]
 
 
 def test_shaping_is_for_pipelines_and_off_unless_asked_for() -> None:

@@ -157,4 +157,4 @@ def test_a_copy_to_the_host_is_of_its_time() -> None:
     number = torch.tensor([2.5], dtype=torch.float64)
     copy = HostCopy(number)
     number += 1
-    assert copy.is_here() and copy.item() == 2.5
+    assert copy.item() == 2.5

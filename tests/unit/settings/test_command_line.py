@@ -92,7 +92,7 @@ def test_unknown_flag_near_to_none_points_to_the_help() -> None:
 @pytest.mark.parametrize("flag", ["--moe-use-upcycling", "--fp4-format", "--tp-comm-overlap"])
 def test_megatron_flag_that_is_not_honoured_says_so(flag: str) -> None:
     message = error_of("--num-layers", "2", flag)
-    assert message.startswith(f"{flag} is a Megatron flag that this trainer does not honour; ")
+    assert message.startswith(f"{flag} is a Megatron flag that is not honoured here; ")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_command_line_goes_before_the_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("num_layer: 6", "unknown flag --num-layer; did you mean --num-layers?"),
-        ("fp4_format: e2m1", "--fp4-format is a Megatron flag that this trainer does not honour"),
+        ("fp4_format: e2m1", "--fp4-format is a Megatron flag that is not honoured here"),
         ("wlb_packing: best", "argument --wlb-packing: invalid choice: 'best'"),
         ("num_layers: true", "argument --num-layers: expected one argument"),
         ("num_layers: {a: 1}", "argument --num-layers: invalid int value"),
@@ -238,7 +238,7 @@ def test_numbers_of_ours_that_may_be_left_out_take_auto() -> None:
     flags = ["--wlb-units", "auto", "--wlb-max-tokens", "auto", "--wlb-delay-price", "auto"]
     assert parse(flags).wlb == parse([]).wlb
     assert parse(["--wlb-units", "24"]).wlb.wlb_units == 24
-    for wrong in (["--wlb-units", "many"], ["--wlb-hold-tau", "auto"], ["--exit-interval", "auto"]):
+    for wrong in (["--wlb-units", "many"], ["--wlb-hold-tau", "auto"], ["--train-iters", "auto"]):
         with pytest.raises(ConfigError, match=wrong[0]):
             parse(wrong)
 

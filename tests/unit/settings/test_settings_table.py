@@ -43,7 +43,3 @@ def test_every_number_of_ours_has_a_limit_that_names_its_flag(name: str, kind: A
 
 def test_defaults_are_within_the_limits() -> None:
     check_ranges(Config())
-
-
-def test_settings_follow_settings() -> None:
-    assert {source for known in table().values() for source in known.follows} <= set(table())

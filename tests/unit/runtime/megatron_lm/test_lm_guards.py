@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.rules import LAUNCHED, Rule
 from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.runtime.megatron_lm.words import Words
 from megatron_wlb.settings.command_line import refuse_arguments
-from megatron_wlb.settings.config import flag_of
 
 FINE: dict[str, Any] = {
     # What matters of a command line that runs; as Megatron's parser leaves it.
@@ -162,12 +160,6 @@ def test_flag_is_refused_with_name_value_and_remedy(refusal: refusals.Refusal) -
 )
 def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
     refusals.check(argparse.Namespace(**FINE | fine))
-
-
-@pytest.mark.parametrize("rule", LAUNCHED, ids=lambda rule: rule.name)
-def test_settings_of_ours_that_the_launcher_lacks_are_refused(rule: Rule) -> None:
-    with pytest.raises(ConfigError, match=f"^{flag_of(rule.name)} is 1, but "):
-        refusals.check(argparse.Namespace(**FINE | {rule.name: 1}))
 
 
 def test_deferred_gradients_are_refused_where_documents_run_in_slices() -> None:
