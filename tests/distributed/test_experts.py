@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Differences, Layout, further
-from helpers.ranks import build_runner, build_trainer, recomputed_for, scatter_for, sliced_for
+from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for
 from test_merge import merged_for
 
 from megatron_wlb.errors import CompatibilityError, PlanError
@@ -272,23 +272,6 @@ def build_with_another_router(config: Any) -> None:
 def test_a_router_of_another_kind_is_refused(gloo: GlooPool) -> None:
     with pytest.raises(CompatibilityError, match="has a OwnRouter in place of Megatron's TopKRou"):
         gloo.run(1, build_with_another_router, Layout("moe-aux", 1).config)
-
-
-def norms(config: Any) -> tuple[float, float]:
-    """The norm of all gradients by our update, and by Megatron."""
-    trainer = build_trainer(config, WORKLOAD)
-    trainer.gradients(scatter_for(config, WORKLOAD, 2, 0))
-    trainer.optimizer.prepare_grads()
-    expected = float(trainer.optimizer.get_grad_norm())
-    return trainer.update()[0].item(), expected
-
-
-@pytest.mark.parametrize("case", [EP2, dataclasses.replace(EP2, extra=SHARDED), DIVIDED], ids=str)
-def test_gradients_of_experts_count_once_in_the_norm(gloo: GlooPool, case: Layout) -> None:
-    results = gloo.run(2, norms, case.config)
-    assert results[0][0] == results[1][0] > 0.1
-    for found, expected in results:
-        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def counted_while_measuring(config: Any) -> float:

@@ -40,7 +40,7 @@ def train(config: Config, first: int, last: int) -> list[tuple[float, float]]:
         assert trainer.iteration == first
         for number in range(first, last):
             loss, norm, _ = trainer.step(scatter_for(config, WORKLOAD, size, number % 2))
-            found.append((loss.mean, norm.item()))
+            found.append((loss.mean, norm))
         if config.checkpoint.save is not None:
             checkpoint.save(trainer)
     finally:

@@ -18,14 +18,15 @@ def places_of_step(layout: Layout, sliced: bool) -> list[list[str]]:
 
     config = layout.config
     trainer = build_trainer(config, WORKLOAD)
-    _ = trainer.scheduler  # and the optimizer: made
+    _ = trainer.optimizer
     plan_for = sliced_for if sliced else scatter_for
     for number in range(2):
         plan = plan_for(config, WORKLOAD, torch.distributed.get_world_size(), number)
         with recorded() as step:
-            loss, norm, _ = trainer.step(plan)
+            loss = trainer.gradients(plan)
         with recorded() as read:
-            assert loss.mean > 0 and norm.item() > 0
+            assert loss.mean > 0
+        trainer.update()
     return [sorted(step), sorted(read)]
 
 

@@ -51,10 +51,11 @@ def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
         assert plan is not None
         if device == "cuda" and trainer.iteration >= 2:  # states are made and kernels are chosen
             torch.cuda.set_sync_debug_mode(os.environ.get("SYNC_DEBUG_MODE", "default"))
-        step = trainer.step(plan)
+        loss = trainer.gradients(plan)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-        losses.append(step[0].mean)
+        losses.append(loss.mean)
+        trainer.update()
     if config.checkpoint.save is not None:
         checkpoint.save(trainer)
     if torch.distributed.get_rank() == 0:

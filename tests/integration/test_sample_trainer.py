@@ -1,4 +1,4 @@
-"""``SampleTrainer`` in layouts whose replicas meet in each pass."""
+"""``SampleTrainer``: in layouts whose replicas meet in each pass, and from what it saved."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ def train(flags: list[str]) -> int:
     trainer = SampleTrainer(flags)
     random = np.random.default_rng(0)
     batch = trainer.batch([random.integers(0, 32, length) for length in (61, 9, 7, 5, 5, 4)])
+    before = trainer.iteration
     loss, _ = trainer.step(batch, lambda log_probs, _targets: -log_probs)
     if trainer.model.groups.dp.rank() == 0 and trainer.model.groups.pp.rank() == 0:
         sys.stdout.write(f"chains {sorted(set(batch.plan.chains))}, loss {loss:.4f}\n")
+        sys.stdout.write(f"{before} steps before\n")
+    if trainer.config.checkpoint.save is not None:
+        trainer.save()
     trainer.close()
     return 0
 
@@ -56,3 +60,13 @@ def test_slices_of_replicas_that_meet_run_alike(tmp_path: Path, ranks: int, layo
     whole, sliced = (line.split(", loss ") for line in said)
     assert (whole[0], sliced[0]) == ("chains []", "chains [(4,)]")
     assert sliced[1] == whole[1]
+
+
+def test_trainer_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    flags = MODEL | WHOLE | {"save": "ck", "load": "ck"}
+    for before in range(2):
+        said = finish(start(tmp_path, 1, flags, program=train)).output
+        assert f"{before} steps before" in said
+    assert {path.name for path in (tmp_path / "ck").glob("iter_*")} == {
+        "iter_0000001", "iter_0000002"
+    }  # fmt: skip

@@ -10,20 +10,11 @@ from megatron.core.optimizer import (
     distrib_optimizer,
     get_megatron_optimizer,
 )
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.build import Model
-from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.settings.config import Config
-
-_GRADIENTS_OF_NORM = next(
-    name
-    for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
-    if hasattr(MegatronOptimizer, name)
-)
-"""Megatron's method that gives an optimizer's share of all gradients; 0.19 renamed it."""
 
 
 def build_optimizer(config: Config, model: Model) -> Any:
@@ -85,31 +76,6 @@ def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
         wd_incr_steps=training.train_iters * batch,
         wd_incr_style="constant",
     )
-
-
-@torch.no_grad()
-def update(optimizer: Any, clip_grad: float) -> HostCopy:
-    """Updates the weights as Megatron's ``optimizer.step()`` does; returns the gradients' norm.
-
-    Megatron's host reads the norm to decide whether it clips, and without Apex or TransformerEngine
-    that of each parameter. Here the device decides: a factor of 1 leaves gradients as they are.
-    There is no loss scale, so nothing looks for infinite gradients.
-    """
-    optimizer.prepare_grads()
-    inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    total = torch.zeros(1, device=torch.cuda.current_device())
-    for one in inner:  # that of experts has other ranks than the rest
-        square = torch.zeros_like(total)
-        if gradients := getattr(one, _GRADIENTS_OF_NORM)():
-            square += torch.stack(torch._foreach_norm(gradients)).norm() ** 2
-        torch.distributed.all_reduce(square, group=one.get_grad_stats_parallel_group())
-        total += square
-    norm = total.double().sqrt()
-    clipped = [p.grad for one in inner for p in one.get_parameters() if p.grad is not None]
-    if clip_grad > 0 and clipped:
-        torch._foreach_mul_(clipped, (clip_grad / (norm + 1e-6)).clamp(max=1.0).float()[0])
-    optimizer.step_with_ready_grads()
-    return HostCopy(norm)
 
 
 def check_checkpoints(use_distributed_optimizer: bool, save: str | None, load: str | None) -> None:

@@ -42,7 +42,7 @@ from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
-from megatron_wlb.runtime.stepping.losses import LossFunction, load_loss
+from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.merge import check_meeting, check_merged, open_groups
 from megatron_wlb.runtime.stepping.offload import Host, Passage
 from megatron_wlb.runtime.stepping.recompute import recomputed
@@ -153,7 +153,6 @@ class StepRunner:
         verify_shapes: bool = False,
         verify_plan_interval: int = 1,
         timeout: datetime.timedelta | None = None,
-        hosts: Hosts | None = None,
         replicas_meet: bool = False,
         config: Config | None = None,
     ) -> None:
@@ -161,7 +160,7 @@ class StepRunner:
         self.config = config
         self.batches = batches
         self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
-        self.hosts = hosts or Hosts(model.groups, timeout)
+        self.hosts = Hosts(model.groups, timeout)
         self.verify_plan_interval = verify_plan_interval
         self.timeout = timeout
         self.replicas_meet = replicas_meet
@@ -176,15 +175,11 @@ class StepRunner:
         model: Model,
         corpora: Corpora,
         device: str,
-        hosts: Hosts | None = None,
-        loss: LossFunction | None = None,
     ) -> StepRunner:
-        """The runner of a run with these settings; ``loss`` replaces what they say of it.
+        """The runner of a run with these settings.
 
         Raises :class:`ConfigError` for a ``--wlb-loss`` that is none.
         """
-        if loss is None and config.wlb.wlb_loss is not None:
-            loss = load_loss(config.wlb.wlb_loss)
         if any(gpt.pre_process or gpt.post_process for gpt in model.gpts):
             for corpus in corpora.corpora:
                 corpus.open_tokens()
@@ -198,7 +193,7 @@ class StepRunner:
             reach_tokens=model_reach(model.config),
             num_ahead=model.config.mtp_num_layers or 0,
             has_experts=model.config.num_moe_experts is not None,
-            loss=loss,
+            loss=None if config.wlb.wlb_loss is None else load_loss(config.wlb.wlb_loss),
         )
         return cls(
             model,
@@ -206,7 +201,6 @@ class StepRunner:
             verify_shapes=config.wlb.wlb_verify_shapes,
             verify_plan_interval=config.wlb.wlb_verify_plan_interval,
             timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
-            hosts=hosts,
             replicas_meet=config.replicas_meet,
             config=config,
         )

@@ -8,8 +8,6 @@ written last: whoever dies while saving leaves the checkpoint before it in force
 from __future__ import annotations
 
 import json
-import shutil
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +67,7 @@ def save(trainer: Trainer) -> Path:
         raise ConfigError("there is no folder to save in; give --save FOLDER")
     folder = folder_of(root, trainer.iteration)
     try:
-        from_first_rank(partial(_make, folder))
+        folder.mkdir(parents=True, exist_ok=True)
         state = _sharded(trainer, is_loading=False)
         state["common"] = {
             "settings": json.dumps(_settings(trainer.config)),
@@ -103,10 +101,8 @@ def load(trainer: Trainer) -> None:
         common = dist_checkpointing.load_common_state_dict(str(folder))["common"]
         changed = differences(json.loads(common["settings"]), _settings(trainer.config))
         if not changed:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch
-                asked = _sharded(trainer, is_loading=True)
-                state: dict[str, Any] = dist_checkpointing.load(asked, str(folder))
+            asked = _sharded(trainer, is_loading=True)
+            state: dict[str, Any] = dist_checkpointing.load(asked, str(folder))
     except (Exception, CheckpointException) as error:  # what is damaged raises anything
         raise damaged(folder, reason(error)) from error
     if changed:
@@ -119,15 +115,6 @@ def load(trainer: Trainer) -> None:
     trainer.scheduler.load_state_dict(common["schedule"])
     set_rng_state(state["rng_state"][0])
     trainer.iteration = iteration
-
-
-def _make(folder: Path) -> None:
-    """Makes the folder empty: what an interrupted save left there would mix with ours."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as failure:
-        refuse_save(folder, failure)
 
 
 def _sharded(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:

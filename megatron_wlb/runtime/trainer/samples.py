@@ -150,7 +150,7 @@ class SampleTrainer:
         if not math.isfinite(mean):
             raise TrainingError(f"the loss of step {self.iteration} is {mean}; look at its terms")
         norm, _ = self._trainer.update()
-        return mean, norm.item()
+        return mean, norm
 
     def save(self) -> Path:
         """Writes weights and optimizer to ``--save``; returns the folder."""

@@ -15,8 +15,7 @@ from megatron_wlb.planning.planner import Planner
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.gpt.build import build_model
 from megatron_wlb.runtime.measuring.measure import measured_cost
-from megatron_wlb.runtime.ranks.transfer import HostCopy
-from megatron_wlb.runtime.stepping.optimizer import build_optimizer, build_scheduler, update
+from megatron_wlb.runtime.stepping.optimizer import build_optimizer, build_scheduler
 from megatron_wlb.runtime.stepping.step import StepLoss, StepRunner
 from megatron_wlb.settings.config import Config
 
@@ -66,11 +65,8 @@ class Trainer:
         """Plans the training documents, from the first one on."""
         return make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
 
-    def step(self, plan: StepPlan) -> tuple[StepLoss, HostCopy, float]:
-        """Runs a plan and updates the weights; returns loss, gradient norm and learning rate.
-
-        The device may still be at work on it.
-        """
+    def step(self, plan: StepPlan) -> tuple[StepLoss, float, float]:
+        """Runs a plan and updates the weights; returns loss, gradient norm and learning rate."""
         return self.gradients(plan), *self.update()
 
     def gradients(self, plan: StepPlan) -> StepLoss:
@@ -81,11 +77,11 @@ class Trainer:
         self.optimizer.zero_grad()
         return self.runner.run(plan)
 
-    def update(self) -> tuple[HostCopy, float]:
+    def update(self) -> tuple[float, float]:
         """Updates the weights by these gradients, then the learning rate; returns the gradients'
         norm before clipping, and the rate.
         """
-        norm = update(self.optimizer, self.config.training.clip_grad)
+        _, norm, _ = self.optimizer.step()
         # Counted in windows, not in tokens: a schedule keeps its meaning under every packing.
         self.scheduler.step(increment=self.config.training.global_batch_size)
         self.iteration += 1
