@@ -1,4 +1,4 @@
-"""Build script: what pyproject.toml cannot say is that the package has configs/ and patches/."""
+"""Build script: what pyproject.toml cannot say is that the package has configs/."""
 
 import shutil
 from pathlib import Path
@@ -8,14 +8,13 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithData(build_py):
-    """A checkout has these folders beside the package; an installed package has them inside."""
+    """A checkout has this folder beside the package; an installed package has it inside."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for folder in ("configs", "patches"):
-                target = Path(self.build_lib, "megatron_wlb", folder)
-                shutil.copytree(folder, target, dirs_exist_ok=True)
+            target = Path(self.build_lib, "megatron_wlb", "configs")
+            shutil.copytree("configs", target, dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithData})

@@ -105,7 +105,8 @@ RUNS: dict[str, str] = {
     "run hold of experts": f"--wlb-packing hold {_EXPERTS} --expert-model-parallel-size 2",
     "run hold hybrid": f"--wlb-packing hold {_CP} --wlb-cp-sharding hybrid",
     "run hold truncated": "--wlb-packing hold --wlb-long-documents truncate --window-size 4095,0",
-    "run hold ramp": "--wlb-packing hold --rampup-batch-size 8 4 60",
+    "run hold ramp": "--wlb-packing hold "
+    f"--step-batch-size-schedule '0:8 {30 * WINDOW}:12 {60 * WINDOW}:16'",
     "run hold blend": "--wlb-packing hold --data-path 0.7 corpus 0.3 masked",
     "run evaluation": "--wlb-packing wlb --data-path corpus masked",
     "run slim": "--wlb-packing slim --wlb-units 24",
@@ -143,7 +144,7 @@ COMMANDS: dict[str, str] = {
     "wlb audit": "audit saved --replay",
 }
 """What commands print with ``--json``, but for those that tell of the machine or of Megatron:
-``doctor``, ``patch`` and ``profile``."""
+``doctor`` and ``profile``."""
 MEASURED = ("ms_per_step",)
 NAMES = [*STEPS, *BATCHES, *RUNS, *COMMANDS]
 FIGURES = (

@@ -29,7 +29,6 @@ _TITLES = {
     "package": "Packages",
     "kernel": "Attention kernels",
     "hooks": "Megatron",
-    "patches": "Patches",
 }
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
 

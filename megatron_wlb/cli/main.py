@@ -18,7 +18,6 @@ COMMANDS = {
     "corpus": "turn text files into a corpus that Megatron reads, or say what is in one",
     "doctor": "say what is installed, what fits, and what is wrong",
     "pack": "compare the packings on your documents, without training",
-    "patch": "check, apply or revert the optional Megatron patches",
     "profile": "measure this machine's attention and linear rates, for the costs that plans are "
     "made with",
     "recipe": "show or run a Megatron recipe (model_config.yaml)",

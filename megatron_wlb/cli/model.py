@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
+from megatron_wlb.data.ramp import SCHEDULE
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import batch, model_shape
 from megatron_wlb.planning.from_words import flags_beside, settings_of, settings_of_script
@@ -67,7 +68,7 @@ class Model:
         if training.step_batch_size_schedule is not None:
             size, ramp = batch(self.config, 1)
             assert ramp is not None
-            said = f"{ramp.flag} of --model leads to a batch of"
+            said = f"{SCHEDULE} of --model leads to a batch of"
         elif "--global-batch-size" not in self.written:
             return None
         number, rest = divmod(size, micro_batch_size)

@@ -1,6 +1,6 @@
 """FP8 as TransformerEngine trains in it: the lengths it needs, and what its products cost.
 
-Read from TransformerEngine 2.9 to 2.11 and Megatron-LM core_v0.16.1, not measured. The products of
+Read from TransformerEngine 2.9 to 2.11 and Megatron-LM, not measured. The products of
 layers take FP8 and give the dtype of training. Attention, norms, residuals, the LM head, gradients
 and collectives are counted in the dtype of training, though some recipes gather inputs in FP8.
 """

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.data.corpus import Corpus, megatron_indexed_dataset
+from megatron_wlb.data.corpus import Corpus, megatron_indexed_dataset, open_indexed
 from megatron_wlb.data.sources import Progress, SourceCounts, json_lines, json_record
 from megatron_wlb.data.targets import RUN, SUFFIX, runs_of
 from megatron_wlb.errors import CorpusError
@@ -342,7 +342,7 @@ def _merge(path: Path, template: Template, draft: Path, size: int) -> None:
     if not len(order):
         raise CorpusError(f"{path} has no conversations; give a file that has some")
     firsts = np.cumsum([0, *map(len, blocks)])
-    parts = {n: dataset.IndexedDataset(str(draft / str(n))) for n in range(size) if len(blocks[n])}
+    parts = {n: open_indexed(str(draft / str(n))) for n in range(size) if len(blocks[n])}
     builder = dataset.IndexedDatasetBuilder(f"{draft}/corpus.bin", dtype=dtype)
     try:
         for document in order.tolist():

@@ -320,7 +320,7 @@ class Corpus:
 
     @cached_property
     def _dataset(self) -> Any:
-        return megatron_indexed_dataset().IndexedDataset(self.prefix, mmap=True)
+        return open_indexed(self.prefix)
 
 
 def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
@@ -360,3 +360,11 @@ def megatron_indexed_dataset() -> Any:
         warnings.simplefilter("ignore")  # It warns of GPU libraries, which no corpus needs.
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset
+
+
+def open_indexed(prefix: str) -> Any:
+    """Megatron's reader of a corpus, which logs with its rank: a command has none."""
+    dataset = megatron_indexed_dataset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Could not determine rank")
+        return dataset.IndexedDataset(prefix, mmap=True)

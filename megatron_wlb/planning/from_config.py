@@ -131,22 +131,15 @@ def recompute(config: Config) -> Recompute:
 def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
     """Windows that arrive in a step, and how they come to be so many, if not from the start.
 
-    Both are rounded down if ``--decrease-batch-size-if-needed`` is given. Raises
+    A batch of one size is rounded down if ``--decrease-batch-size-if-needed`` is given. Raises
     :class:`ConfigError` for a ramp that is none.
     """
-    t, ramp = config.training, None
+    t = config.training
     if t.step_batch_size_schedule is not None:
         growing = Ramp.schedule(t.step_batch_size_schedule, config.data.seq_length)
         return growing.sizes[-1], growing
     multiple = t.micro_batch_size * dp_size if t.decrease_batch_size_if_needed else 1
-    if t.rampup_batch_size:
-        if len(t.rampup_batch_size) != 3:
-            raise ConfigError(
-                f"--rampup-batch-size has {len(t.rampup_batch_size)} numbers; give START INCREMENT "
-                "SAMPLES"
-            )
-        ramp = Ramp.linear(*t.rampup_batch_size, t.global_batch_size, multiple)
-    return t.global_batch_size // multiple * multiple, ramp
+    return t.global_batch_size // multiple * multiple, None
 
 
 def execution(config: Config, dp_size: int = 1) -> Execution:
@@ -315,9 +308,7 @@ def make_planner(
 
 def without_growth(config: Config) -> Config:
     """Settings whose batches are the global one from the start."""
-    training = dataclasses.replace(
-        config.training, rampup_batch_size=(), step_batch_size_schedule=None
-    )
+    training = dataclasses.replace(config.training, step_batch_size_schedule=None)
     return dataclasses.replace(config, training=training)
 
 

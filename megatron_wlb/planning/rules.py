@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.data.ramp import Ramp
+from megatron_wlb.data.ramp import SCHEDULE, Ramp
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.planning.from_config import batch
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
@@ -118,7 +118,7 @@ class Facts:
         size = next((size for size in self.batch_sizes if size % self.multiple), None)
         if size is None or ramp is None or size == self.global_batch_size:
             return "" if size is None else f"--global-batch-size is {size}"
-        return f"{ramp.flag} leads to a batch of {size}"
+        return f"{SCHEDULE} leads to a batch of {size}"
 
     @property
     def num_micro_batches(self) -> int:
@@ -444,7 +444,6 @@ ALONE: Rules = (
     *(
         Rule(name, lambda f, v: v, f"it is for the launcher (docs/megatron-lm.md): here is {has}")
         for name, has in (
-            ("rampup_batch_size", "one size of batches"),
             ("step_batch_size_schedule", "one size of batches"),
             ("decrease_batch_size_if_needed", "one size of batches"),
             ("fp8_format", "no FP8"),

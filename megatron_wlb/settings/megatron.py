@@ -286,11 +286,8 @@ class TrainingConfig:
         resume="same",
         searched=True,
     )
-    rampup_batch_size: tuple[int, ...] = searched(
-        (), "START INCREMENT SAMPLES: batches that grow to the global one; for the launcher"
-    )
     step_batch_size_schedule: str | None = searched(
-        None, '"TOKENS:WINDOWS …" from which batches grow; for the launcher, from Megatron-LM 0.18'
+        None, '"TOKENS:WINDOWS …" from which batches grow; for the launcher'
     )
     decrease_batch_size_if_needed: bool = searched(
         False,

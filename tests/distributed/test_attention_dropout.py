@@ -93,7 +93,7 @@ def drawn_in_attention(shared: bool) -> list[float]:
     attention = core.DocumentAttention(
         TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=0.1,
-            context_parallel_size=2, tensor_model_parallel_size=2, cuda_graph_scope=[],
+            context_parallel_size=2, tensor_model_parallel_size=2, cuda_graph_modules=[],
         ),
         1,
         AttnMaskType.causal,

@@ -19,7 +19,7 @@ from megatron_wlb.settings.command_line import parse
 def config(**settings: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    settings = {"attention_dropout": 0.0, "cuda_graph_scope": []} | settings
+    settings = {"attention_dropout": 0.0, "cuda_graph_modules": []} | settings
     return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
 
 

@@ -146,38 +146,6 @@ def actions_of_step(layout: Layout, forward_only: bool):
     return actions, to_next, to_previous
 
 
-def receive_what_nobody_waited_for(layout: Layout) -> list[float]:
-    """What each of two stages gets of the other, which has sent it, let go of the handle and freed
-    the tensor, whose memory then has other numbers.
-    """
-    import datetime
-
-    import torch
-    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
-
-    communicator = build_runner(layout.config, workload_of(layout)).communicator
-    communicator.begin([4, 4], forward_only=False, label="step 1")
-    shape, found = (4, 1, HIDDEN), []
-    given = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False}
-    given |= {"recv_next": False, "tensor_shape": shape, "wait_on_reqs": False}
-    for sender, to, place in ((0, "next", "prev"), (1, "prev", "next")):
-        if communicator.pp_group.rank() == sender:
-            sent = torch.full(shape, 7.0)
-            communicator._communicate(**given | {f"tensor_send_{to}": sent})
-            deallocate_output_tensor(sent, True)
-            others = [torch.full(shape, 5.0) for _ in range(9)]
-            torch.distributed.barrier()
-        else:
-            torch.distributed.barrier()
-            *received, handles = communicator._communicate(**given | {f"recv_{place}": True})
-            handles[f"recv_{place}"].wait(datetime.timedelta(seconds=5))
-            found.append(float(received[place == "next"].mean()))
-            others = []
-        torch.distributed.barrier()
-        del others
-    return found
-
-
 def storages_of_step(layout: Layout, forward_only: bool) -> tuple[int, int, int]:
     """Of a step's messages their number, how many lost their memory before they were sent, and how
     many have it still when the step is over.
@@ -432,13 +400,6 @@ def test_stock_schedule_runs_the_simulated_order(
         _, _, sent_by_next = results[(rank + 1) % pp]
         assert sent_by_previous == [length_of[m] for _, m in expected.forward]
         assert sent_by_next == [length_of[m] for _, m in expected.backward]
-
-
-@pytest.mark.gloo_only
-def test_message_arrives_whose_sender_does_not_wait(gloo: GlooPool) -> None:
-    """As the last one of some schedules: gloo takes it back with its handle."""
-    layout = Layout("gpt2", 2, pp=2, vpp=2)  # overlapping: each message has a handle of its own
-    assert gloo.run(2, receive_what_nobody_waited_for, layout) == [[7.0], [7.0]]
 
 
 @pytest.mark.gloo_only

@@ -158,7 +158,7 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
     config = parse(flags.split())
     core = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=2, attention_dropout=0.0,
-        cuda_graph_scope=[],
+        cuda_graph_modules=[],
     )  # fmt: skip
 
     def least_bytes(kernel: object, _: object) -> int | None:

@@ -6,32 +6,23 @@ communicator: with the micro-batches' lengths given to Megatron's own schedules.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from helpers.layouts import further
-from helpers.versions import CASES, run_with_core
+from helpers.versions import CASES, patched_copy, run_with_core
 
-from megatron_wlb.runtime.compat.patch_files import PatchSeries
+from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> MegatronSource:
-    """A patched copy of ``megatron.core``."""
-    installed = MegatronSource.installed()
-    if PatchSeries.of(installed.version).state(installed) != "stock":
-        pytest.skip("the installed megatron-core is patched; wlb patch revert")
-    root = tmp_path_factory.mktemp("patched")
-    shutil.copytree(
-        installed.core_root / "megatron" / "core",
-        root / "megatron" / "core",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    copy = MegatronSource.at(root)
-    PatchSeries.of(copy.version).apply(copy)
-    return copy
+    return patched_copy(MegatronSource.installed(), tmp_path_factory.mktemp("patched"))
+
+
+def test_patched_core_fits_the_table(patched: MegatronSource) -> None:
+    targets.check(source=patched)
 
 
 @pytest.mark.parametrize("stock_communicator", [False, further(True)])

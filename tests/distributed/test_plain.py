@@ -162,7 +162,7 @@ def train_plain(config: Config, initial: State, reset: bool) -> list[float]:
         apply_rope_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        cuda_graph_scope=[],
+        cuda_graph_modules=[],
         pipeline_model_parallel_size=pp_size,
         pipeline_dtype=torch.float32,
         calculate_per_token_loss=True,

@@ -116,7 +116,7 @@ RESULT = {
     "seconds": 1.0, "figures": {"x": [1, 2.0]},
 }  # fmt: skip
 OUTCOMES = {
-    "kind": "gpt", "version": "0.16.1",
+    "kind": "gpt", "version": "0.19.2",
     "recipes": {"a": {"recipe": "a", "status": "equal", "steps": [{"loss": 1.0}]}},
 }  # fmt: skip
 WORDS = (

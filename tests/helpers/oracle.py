@@ -213,14 +213,7 @@ def _slide(model: Any, config: Config) -> None:
         return given, {**named, "attention_mask": causal | far}
 
     further = model.mtp.layers if model.mtp_process else ()
-    name = (
-        "mtp_model_layer"
-        if hasattr(next(iter(further), None), "mtp_model_layer")
-        else (
-            "transformer_layer"  # up to Megatron-LM 0.16
-        )
-    )
-    layers = [*model.decoder.layers, *(getattr(layer, name) for layer in further)]
+    layers = [*model.decoder.layers, *(layer.mtp_model_layer for layer in further)]
     for number, layer in enumerate(layers, start=1):
         if is_layer_window_attention(size, every, number):
             layer.register_forward_pre_hook(in_reach, with_kwargs=True)
@@ -270,7 +263,7 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         rotary_interleaved=m.rotary_interleaved,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        cuda_graph_scope=[],
+        cuda_graph_modules=[],
         mtp_num_layers=m.mtp_num_layers,
         **expert_settings(m),
     )

@@ -22,13 +22,11 @@ import megatron.core.pipeline_parallel.schedules  # noqa: E402
 
 from megatron_wlb.runtime.compat import targets  # noqa: E402
 from megatron_wlb.runtime.compat.source import MegatronSource  # noqa: E402
-from megatron_wlb.runtime.megatron_lm.cpu import make_importable  # noqa: E402
 
 targets.problems(MegatronSource.installed())  # Ranks keep the sources that are read here.
 
 if _checkout := os.environ.get("MEGATRON_LM_PATH"):
     # Its training loop too; only there: which Megatron a rank finds is for the rank to say.
-    make_importable()
     sys.path.insert(0, _checkout)
     import megatron.training.training  # noqa: F401
 

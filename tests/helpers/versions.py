@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from helpers.layouts import (
     WORKLOAD,
     Layout,
 )
+from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.settings.megatron import ModelConfig
 
 SLICES = Layout("gpt2", 1, pp=2, dp=2, extra=OVERLAP)
@@ -53,6 +55,23 @@ class CoreRun:
     takes_shape_provider: bool
     differences: dict[str, list[str]]
     """Differences by case; empty where every loss and gradient is right."""
+
+
+def patched_copy(source: MegatronSource, root: Path) -> MegatronSource:
+    """A copy of a source's ``megatron.core`` at ``root``, with the patches of its version."""
+    core = Path("megatron", "core")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source.core_root / core, root / core, ignore=ignored)
+    for patch in patches_of(source.version):
+        command = ["patch", "-p1", "--fuzz", "0", "-i", str(patch)]
+        subprocess.run(command, cwd=root, check=True, capture_output=True)
+    return MegatronSource.at(root)
+
+
+def patches_of(version: str) -> list[Path]:
+    """The patch files of a version, in their order."""
+    project = Path(__file__).resolve().parents[2]
+    return sorted((project / "patches" / f"core_v{version}").glob("*.patch"))
 
 
 def run_with_core(root: Path, *, stock_communicator: bool = False) -> CoreRun:
@@ -134,8 +153,6 @@ def _stock_communicator(runner: Any) -> Iterator[None]:
     shards = config.context_parallel_size
     if config.sequence_parallel:
         shards *= config.tensor_model_parallel_size
-    # Stock Megatron frees an output right after its send was issued, which gloo is still reading.
-    config.deallocate_pipeline_outputs = False
     stock = P2PCommunicator(runner.model.groups.pp, config)
     schedule, lengths = runner._schedule, list[int]()
 

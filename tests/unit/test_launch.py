@@ -72,7 +72,9 @@ def test_missing_script_is_one_line(tmp_path: Path) -> None:
     assert failed.stderr.count("\n") == 1
 
 
-def test_a_script_without_megatron_beside_it_is_one_line(script: Path) -> None:
+def test_a_script_with_another_megatron_beside_it_is_one_line(script: Path) -> None:
+    (script.parent / "megatron").mkdir()
+    (script.parent / "megatron" / "__init__.py").touch()
     failed = launch(script, "--wlb-packing", "hold")
     assert failed.returncode == CompatibilityError.exit_code
     assert "must lie in a checkout of Megatron-LM" in failed.stderr.splitlines()[-1]

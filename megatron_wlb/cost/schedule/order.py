@@ -6,7 +6,7 @@ the backward of micro-batch 3 through the rank's model chunk 0. Chunk ``c`` of r
 backward its gradients to the previous one.
 
 :func:`sliced` is the order for documents in slices, which no stock schedule can run. The others are
-those of megatron-core 0.16.1 (``pipeline_parallel/schedules.py``); the tests run its schedule
+those of megatron-core (``pipeline_parallel/schedules.py``); the tests run its schedule
 functions and compare. Not covered: ``overlap_moe_expert_parallel_comm``, which runs
 one forward more before the first backward.
 """

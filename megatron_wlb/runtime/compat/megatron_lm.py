@@ -10,12 +10,7 @@ from typing import Any
 
 
 class MegatronLM:
-    """Models are built from a configuration that the script makes of its arguments: from 0.19 on.
-    Arguments are parsed and checked by the script, before ``pretrain``: from 0.18 on.
-    """
-
-    checks_arguments_in = "megatron.training.arguments"
-    """The module by whose name ``validate_args`` is called."""
+    """Models are built from a configuration that the script makes of its arguments: from 0.19."""
 
     def with_provider(self, set_up: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keywords of a call of ``setup_model_and_optimizer``, so that ``get_model`` is asked
@@ -40,26 +35,9 @@ class MegatronLM:
 
         return {**set_up, "cfg_container": container, "model_provider_func": provider}
 
-    def append_to_progress_log(self, folder: str, line: str) -> None:
-        """Writes a line to ``progress.txt`` in ``folder``, which is that of ``--save``."""
-        from megatron.training.utils import append_to_progress_log
-
-        append_to_progress_log(folder, line)
-
 
 class MegatronLM018(MegatronLM):
     """The script gives a function that builds its models: up to 0.18."""
 
     def with_provider(self, set_up: Mapping[str, Any]) -> Mapping[str, Any]:
         return set_up
-
-
-class MegatronLM017(MegatronLM018):
-    """Arguments are parsed and checked inside ``pretrain``: 0.16 and 0.17."""
-
-    checks_arguments_in = "megatron.training.initialize"
-
-    def append_to_progress_log(self, folder: str, line: str) -> None:
-        from megatron.training.utils import append_to_progress_log
-
-        append_to_progress_log(line)

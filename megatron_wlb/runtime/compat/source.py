@@ -57,7 +57,7 @@ class MegatronSource:
         locations = list(spec.submodule_search_locations or ()) if spec else []
         if not locations:
             raise CompatibilityError(
-                "megatron-core is not installed; pip install 'megatron-core>=0.16.1', or put a "
+                "megatron-core is not installed; pip install 'megatron-core>=0.18', or put a "
                 "Megatron-LM checkout on PYTHONPATH"
             )
         root = Path(locations[0]).resolve().parents[1]
@@ -65,7 +65,7 @@ class MegatronSource:
 
     @property
     def has_training(self) -> bool:
-        """Whether ``megatron.training`` is there: in a checkout, not in the wheel."""
+        """Whether ``megatron.training`` is there: of 0.18 on, but not in every tree of sources."""
         return (self.core_root / "megatron" / "training" / "training.py").is_file()
 
     def file(self, module: str) -> Path | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM017, MegatronLM018
+from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM018
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 logger = logging.getLogger(__name__)
@@ -48,13 +48,11 @@ class Version:
 
 
 VERSIONS: Mapping[str, Version] = {
-    "0.16.1": Version(True, "62cd2854c94e", "3941dac69ca7", MegatronLM017()),
-    "0.17.1": Version(True, "f5e8d7a393bf", "0afb5f79329b", MegatronLM017()),
     "0.18.2": Version(True, "cabe277b4b45", "313315a344a8", MegatronLM018()),
     "0.19.2": Version(True, "276656f016f4", "d999d1ae854a"),
     "0.20.0": Version(False, "276656f016f4", "d999d1ae854a"),  # not released: Megatron's main
 }
-"""One of each series, as of 0.19; the others of the series count as it does."""
+"""One of each series; the others of the series count as it does."""
 
 
 def known(version: str) -> Version | None:
@@ -137,13 +135,8 @@ def adapter() -> MegatronLM:
     return version_of(MegatronSource.installed().version).adapter
 
 
-def needs_triton(version: str) -> bool:
-    """Whether that megatron-core imports triton, whatever the device."""
-    return _series(version) >= (0, 18)
-
-
 def _series(version: str) -> tuple[int, ...]:
-    """``0.17.0rc0`` -> ``(0, 17)``."""
+    """``0.20.0rc0`` -> ``(0, 20)``."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 

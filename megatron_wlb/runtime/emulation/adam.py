@@ -29,7 +29,6 @@ class GroupStepAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        # From megatron-core 0.17 on it is always said that no CUDA graph will capture the step.
         assert not capturable
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)

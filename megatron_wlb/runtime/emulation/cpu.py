@@ -250,43 +250,6 @@ def install() -> None:
     install_experts(_patches)
     module = "megatron.core.distributed.torch_fully_sharded_data_parallel"
     _patches.replace(module, "DeviceMesh", _MeshOfCpus)
-    _keep_what_is_being_sent()
-
-
-_MOST_UNDER_WAY = 16
-"""Sends that nobody has waited for: of one step a few, and then one more in each."""
-
-
-def _keep_what_is_being_sent() -> None:
-    """Has Megatron's own communicator keep an output's storage, which the schedules free once its
-    send was issued, when gloo may still be reading it.
-
-    The handle is kept too, as some schedules never wait for their last one: gloo takes a message
-    back whose handle is gone, and its receiver would wait forever.
-    """
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    original = P2PCommunicator._communicate
-    under_way: list[Any] = []
-
-    @functools.wraps(original)
-    def communicate(self: Any, **kwargs: Any) -> Any:
-        if type(self) is not P2PCommunicator:  # ours keeps it on any device
-            return original(self, **kwargs)
-        for name in ("tensor_send_next", "tensor_send_prev"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].detach()  # an alias keeps the storage
-        received_prev, received_next, handles = original(self, **kwargs)
-        if isinstance(handles, dict):
-            under_way.extend(
-                handles[name] for name in ("send_next", "send_prev") if name in handles
-            )
-        under_way[:] = [handle for handle in under_way if not handle.is_completed()]  # waited for
-        if len(under_way) > _MOST_UNDER_WAY:
-            under_way.pop(0).wait()  # it was sent in a step before
-        return received_prev, received_next, handles
-
-    _patches.replace(P2PCommunicator, "_communicate", communicate)
 
 
 def uninstall() -> None:

@@ -7,16 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer.moe import moe_utils
 
 from megatron_wlb.runtime.compat.patching import PatchSet
 
 
 def install_experts(patches: PatchSet) -> None:
     """Makes experts and their exchanges run on CPUs and gloo; ``patches`` restores it."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # Routers ask whether it is None, but Megatron binds no such name without TransformerEngine.
-        moe_utils.te_general_gemm = None
     # Numbers of tokens to exchange, which torch takes as a list: only those of a GPU become one.
     dispatcher = "megatron.core.transformer.moe.token_dispatcher"
     patches.replace(dispatcher, "maybe_move_tensor_to_cpu", _on_host)

@@ -143,7 +143,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         variable_seq_lengths=True,
         # Megatron refuses variable lengths with its default dispatcher, even for dense models.
         moe_token_dispatcher_type="alltoall",
-        cuda_graph_scope=[],
+        cuda_graph_modules=[],
         window_size=tuple(model.window_size) or None,
         window_attn_skip_freq=(
             list(map(int, windowed_layers(model))) if model.window_attn_skip_freq else None

@@ -329,15 +329,9 @@ def add_up_logged(config: Any) -> None:
     named += ["z_loss"] if config.moe_z_loss_coeff is not None else []
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
     for name in filter(None, named):
-        if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from 0.18 on
-            tracker = moe_utils.get_moe_metrics_tracker()
-            tracker.ensure_initialized(name, num_layers)
-            noted = vars(tracker.metrics[name])
-        else:
-            zeros = torch.zeros(num_layers, device=torch.cuda.current_device())
-            noted = moe_utils.get_moe_layer_wise_logging_tracker().setdefault(
-                name, {"values": zeros}
-            )
+        tracker = moe_utils.get_moe_metrics_tracker()
+        tracker.ensure_initialized(name, num_layers)
+        noted = vars(tracker.metrics[name])
         noted.update(reduce_group=None, avg_group=None, needs_dp_avg=False)
         dist.all_reduce(noted["values"])
         noted["values"] /= dist.get_world_size()

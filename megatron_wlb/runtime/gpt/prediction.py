@@ -8,9 +8,8 @@ them up in what the micro-batch tells attention. A document that was cut ends at
 label more.
 
 The loss of a depth is the mean over all tokens of the step that have a label there, times
-``--mtp-loss-scaling-factor ÷ D``. Megatron-LM from 0.17 on means this, one micro-batch at a time;
-0.16 divides by the labels of the model itself. Here all versions compute it: what a token of depth
-``k`` counts is in the masks.
+``--mtp-loss-scaling-factor ÷ D``. Megatron-LM means this, one micro-batch at a time. Here what a
+token of depth ``k`` counts is in the masks.
 
 Legend: ``T/CP`` local tokens of the micro-batch.
 """
@@ -23,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel, gpt_model
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossLoggingHelper,
@@ -111,14 +110,10 @@ def install() -> None:
             loss = loss * (present.divisor / (present.step_targets or 1))
         original(loss, *args, **kwargs)
 
-    for module in (multi_token_prediction, gpt_model):  # which has a name of its own up to 0.16
-        if hasattr(module, "roll_tensor"):
-            _patches.wrap(module, "roll_tensor", shift)
+    _patches.wrap(multi_token_prediction, "roll_tensor", shift)
     _patches.wrap(MTPLossLoggingHelper, saves, save)
-    takes = inspect.signature(_recompute).parameters
-    if "padding_mask" not in takes:
-        mended = _of_tensors if "forward_func" in takes else _without_padding
-        _patches.replace(MultiTokenPredictionLayer, "_checkpointed_forward", mended)
+    if "padding_mask" not in inspect.signature(_recompute).parameters:
+        _patches.replace(MultiTokenPredictionLayer, "_checkpointed_forward", _without_padding)
 
 
 def uninstall() -> None:
@@ -129,20 +124,10 @@ def uninstall() -> None:
 _recompute = MultiTokenPredictionLayer._checkpointed_forward
 
 
-def _of_tensors(layer: Any, forward: Any, **kwargs: Any) -> torch.Tensor:
-    """Full recomputation of a layer, up to 0.17: its checkpoints can keep tensors alone."""
-    others = {k: v for k, v in kwargs.items() if v is not None and not torch.is_tensor(v)}
-    names = [name for name in kwargs if name not in others]
-
-    def forward_of(*tensors: torch.Tensor | None, **named: torch.Tensor | None) -> Any:
-        return forward(**dict(zip(names, tensors, strict=False)), **named, **others)
-
-    result: torch.Tensor = _recompute(layer, forward_of, **{name: kwargs[name] for name in names})
-    return result
-
-
 def _without_padding(layer: Any, *, padding_mask: None, **kwargs: Any) -> torch.Tensor:
-    """The same for 0.18, whose layer passes a ``padding_mask`` that this method does not take."""
+    """Full recomputation of a layer of 0.18, which passes a ``padding_mask`` that this method does
+    not take.
+    """
     result: torch.Tensor = _recompute(layer, **kwargs)
     return result
 
@@ -192,12 +177,7 @@ def layers_of(gpt: GPTModel) -> list[Any]:
     """All transformer layers of a chunk: the decoder's, then those that predict further on."""
     mtp = getattr(gpt, "mtp", None)
     further = mtp.layers if mtp is not None else ()
-    return [*gpt.decoder.layers, *(getattr(layer, inner_name(layer)) for layer in further)]
-
-
-def inner_name(layer: Any) -> str:
-    """What a prediction layer, or the submodules of its spec, call the transformer layer in it."""
-    return "mtp_model_layer" if hasattr(layer, "mtp_model_layer") else "transformer_layer"
+    return [*gpt.decoder.layers, *(layer.mtp_model_layer for layer in further)]
 
 
 def complete_layers(gpt: GPTModel) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from megatron_wlb import __version__
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat import targets
-from megatron_wlb.runtime.compat.patch_files import PatchSeries, has_patches
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 Level = Literal["ok", "note", "wrong"]
@@ -30,7 +29,7 @@ PACKAGES = {
     "flash-attn": "attention kernel",
     "flash-attn-3": "attention kernel, Hopper",
     "apex": "fused kernels that Megatron-LM takes where TransformerEngine is not",
-    "triton": "imported by megatron-core from 0.18 on",
+    "triton": "needed by megatron-core",
     "ortools": "--wlb-packing fixed-solver",
 }
 _MODULES = {"flash-attn-3": "flash_attn_interface", "apex": "apex", "triton": "triton"}
@@ -41,7 +40,7 @@ _MODULES = {"flash-attn-3": "flash_attn_interface", "apex": "apex", "triton": "t
 class Finding:
     """One line: what was looked at, what was found, and where it is wrong what to do."""
 
-    area: Literal["machine", "package", "kernel", "hooks", "patches"]
+    area: Literal["machine", "package", "kernel", "hooks"]
     subject: str
     level: Level
     found: str
@@ -135,9 +134,6 @@ def _megatron(given: MegatronSource | None) -> Iterator[Finding]:
         yield Finding("hooks", "megatron.core", "note", found)
     else:
         yield Finding("hooks", "megatron.core", "ok", where)
-    if known is not None and targets.needs_triton(version) and _version("triton") is None:
-        remedy = "pip install triton"
-        yield Finding("hooks", "triton", "wrong", f"megatron-core {version} imports it", remedy)
     checked = targets.problems(source)
     for target, problem in checked.items():
         if problem:
@@ -149,23 +145,6 @@ def _megatron(given: MegatronSource | None) -> Iterator[Finding]:
         f"{fitting} of {len(checked)} names are there as expected ({training} megatron.training)"
     )
     yield Finding("hooks", "hooked names", "ok" if fitting == len(checked) else "wrong", found)
-    yield _patches(source)
-
-
-def _patches(source: MegatronSource) -> Finding:
-    if not has_patches(source.version):
-        found = f"there are none for {source.version}; the plugin works without"
-        return Finding("patches", "patches/", "note", found)
-    try:
-        state = PatchSeries.of(source.version).state(source)
-    except CompatibilityError as error:
-        found, _, remedy = str(error).partition("; ")
-        return Finding("patches", "patches/", "wrong", found, remedy)
-    if state == "partly patched":
-        remedy = "wlb patch apply, or wlb patch revert"
-        return Finding("patches", "patches/", "wrong", state, remedy)
-    used = "shape_provider is used" if state == "patched" else "a subclass takes their place"
-    return Finding("patches", "patches/", "ok", f"{state}: {used}")
 
 
 def _version(name: str) -> str | None:

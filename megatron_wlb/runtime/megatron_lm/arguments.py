@@ -43,11 +43,6 @@ def _skipped_windows(args: argparse.Namespace) -> str | None:
     return None if skipped is None else str(skipped)
 
 
-def _ramp(args: argparse.Namespace) -> tuple[int, ...]:
-    ignored = not args.rampup_batch_size or refusals.ignores_ramps(args)
-    return () if ignored else tuple(map(int, args.rampup_batch_size))
-
-
 _CONVERTED: dict[str, Callable[[argparse.Namespace], Any]] = {
     "bf16": lambda args: args.bf16 or args.fp16,  # which has the same sizes and rates
     "optimizer": lambda args: "sgd" if args.optimizer == "sgd" else "adam",  # for its memory
@@ -66,7 +61,6 @@ _CONVERTED: dict[str, Callable[[argparse.Namespace], Any]] = {
     ),
     "data_path": lambda args: tuple(args.data_path or ()),
     "step_batch_size_schedule": lambda args: getattr(args, "step_batch_size_schedule", None),
-    "rampup_batch_size": _ramp,
 }
 """Settings that have another form there."""
 

@@ -33,7 +33,7 @@ from megatron_wlb.runtime.gpt.build import (
 )
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
-from megatron_wlb.runtime.gpt.prediction import complete_layers, inner_name
+from megatron_wlb.runtime.gpt.prediction import complete_layers
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.settings.config import Config
 
@@ -97,8 +97,7 @@ def packed_block(spec: Any, options: AttentionOptions) -> Any:
     """
     made = copy.deepcopy(spec)
     for parts in {id(layer): layer.submodules for layer in made.layer_specs}.values():
-        name = inner_name(parts)
-        setattr(parts, name, packed(getattr(parts, name), options))
+        parts.mtp_model_layer = packed(parts.mtp_model_layer, options)
     return made
 
 

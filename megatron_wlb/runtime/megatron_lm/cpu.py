@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
-import sys
-import types
 from collections.abc import Callable, Iterator
 from multiprocessing import spawn
 from typing import Any
@@ -19,11 +16,8 @@ from typing import Any
 import torch
 
 from megatron_wlb.errors import refuse_all
-from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu
-
-_BATCH_INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 NEEDED: dict[str, Callable[[argparse.Namespace], bool]] = {
     "--distributed-backend gloo": lambda args: args.distributed_backend != "gloo",
@@ -56,7 +50,6 @@ def install() -> None:
     if cpu.installed() and _patches:
         return
     cpu.install()
-    make_importable()
     from megatron.training import initialize, training
 
     # "Megatron requires CUDA."
@@ -66,7 +59,7 @@ def install() -> None:
         functools.partial(initialize.initialize_megatron, allow_no_cuda=True),
     )
     # Megatron's own checks end in an assertion or a kernel that is not there.
-    _patches.wrap(targets.adapter().checks_arguments_in, "validate_args", _validate_args)
+    _patches.wrap("megatron.training.arguments", "validate_args", _validate_args)
     # Builds CUDA kernels, and an index builder that megatron-core's wheel has built already.
     _patches.replace(initialize, "_compile_dependencies", _do_nothing)
     # Compiles; and draws from the generator that, on the CPU, the model's weights come from too.
@@ -79,16 +72,6 @@ def install() -> None:
     _patches.replace("megatron.core.parallel_state", "get_nccl_options", _do_nothing)
     # A worker that writes checkpoints would import the script again, outside the emulation.
     _patches.replace("multiprocessing.spawn", "get_preparation_data", _without_main)
-
-
-def make_importable() -> None:
-    """Stands in for GPU kernels that ``megatron.training`` imports for an option of theirs, where
-    there is no triton.
-    """
-    if importlib.util.find_spec("triton") is None and _BATCH_INVARIANT not in sys.modules:
-        kernels = types.ModuleType(_BATCH_INVARIANT)
-        kernels.enable_batch_invariant_mode = _no_batch_invariant_mode  # type: ignore[attr-defined]
-        sys.modules[_BATCH_INVARIANT] = kernels
 
 
 def refusals(args: argparse.Namespace) -> Iterator[str]:
@@ -114,7 +97,3 @@ def _without_main(name: str) -> dict[str, Any]:
     for key in ("init_main_from_name", "init_main_from_path"):
         data.pop(key, None)
     return data
-
-
-def _no_batch_invariant_mode() -> None:
-    raise RuntimeError("--batch-invariant-mode needs triton, which is not installed")

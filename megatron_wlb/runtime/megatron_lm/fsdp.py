@@ -1,4 +1,4 @@
-"""torch's FSDP2 under Megatron's loop, where Megatron 0.16 to 0.19 leave it unfinished.
+"""torch's FSDP2 under Megatron's loop, which Megatron leaves unfinished.
 
 - **Gradients.** The wrapper's ``scale_gradients`` does nothing, so a loss per token would train on
   gradients that nobody has divided. FSDP2 itself averages them over the ranks that share the

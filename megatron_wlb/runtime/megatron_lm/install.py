@@ -75,7 +75,7 @@ def install(*, allow_untested: bool = False) -> None:
         unpickling.install(_patches)
         _patches.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
         _patches.wrap("megatron.training.global_vars", "_build_tokenizer", _build_tokenizer)
-        _patches.wrap(targets.adapter().checks_arguments_in, "validate_args", _validate_args)
+        _patches.wrap("megatron.training.arguments", "validate_args", _validate_args)
         _patches.wrap(training, "setup_model_and_optimizer", _set_up)
         _patches.wrap(training, "pretrain", _pretrain)
         _patches.replace("megatron.training", "pretrain", training.pretrain)  # scripts import it

@@ -17,7 +17,6 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import parallelism
-from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.prediction import track_step
@@ -133,12 +132,14 @@ class Log:
         self, original: Callable[..., Any], iteration: int, num_floating_point_operations: float
     ) -> None:
         """Megatron's line in ``progress.txt`` after a save, and one of ours."""
+        from megatron.training.utils import append_to_progress_log
+
         original(iteration, num_floating_point_operations)
         if self.session.args.save is None:
             return
         totals = self.session.totals
         steps = max(totals.steps, 1)
-        targets.adapter().append_to_progress_log(
+        append_to_progress_log(
             self.session.args.save,
             f"Workload balance\tIteration: {iteration}\t"
             f"Packing: {self.session.config.wlb.wlb_packing}\t"

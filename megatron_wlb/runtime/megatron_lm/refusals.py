@@ -118,11 +118,6 @@ def _pads_experts(args: _Given) -> bool:
     return kind not in (None, "alltoall", "allgather") and not _runs_deepep(args)
 
 
-def ignores_ramps(args: argparse.Namespace) -> bool:
-    """Whether Megatron ignores ``--rampup-batch-size``, as it does from 0.18 on."""
-    return "step_batch_size_schedule" in vars(args)  # Words have any name
-
-
 def _names_corpora(args: _Given) -> bool:
     names = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
     return any(getattr(args, name) for name in names)
@@ -146,7 +141,6 @@ _YAML = Refusal("--yaml-cfg", "it replaces all flags, ours too", "use flags")
 REFUSALS: tuple[Refusal, ...] = (
     # Settings and what is trained.
     _YAML,
-    Refusal("--use-legacy-models", "it needs megatron-core models"),
     Refusal("--perform-rl-step", _OTHER_DATA),
     Refusal("--vision-pretraining", _OTHER_DATA),
     Refusal("--export-kd-teacher-load", "it has shapes of its own"),
@@ -158,7 +152,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--mla-down-proj-fusion", "attention runs Megatron's separate down projections"),
     Refusal("--is-hybrid-model", _OTHER_LAYERS),
     Refusal("--hybrid-override-pattern", _OTHER_LAYERS),
-    Refusal("--hybrid-attention-ratio", _OTHER_LAYERS),
     Refusal("--hybrid-layer-pattern", _OTHER_LAYERS),
     Refusal("--enable-mhc-connections", _OTHER_LAYERS),
     Refusal("--heterogeneous-layers-config-path", _OTHER_LAYERS),
@@ -275,7 +268,6 @@ OF_STRATEGIES: tuple[Refusal, ...] = (
     Refusal("--save-wgrads-interval", _IN_STORE),
     Refusal("--save-params-interval", _IN_STORE),
     Refusal("--freeze-all-layers", "nothing would be trained"),
-    Refusal("--rampup-batch-size", _OWN_STEPS),
     Refusal("--step-batch-size-schedule", _OWN_STEPS),
     Refusal("--decrease-batch-size-if-needed", _OWN_STEPS),
     Refusal("--moe-use-upcycling", "it needs layers of one layout", "upcycle in a run without it"),
@@ -306,8 +298,7 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--ddp-average-in-collective",
         "a loss per token divides gradients once, by the tokens of the step"),
     Refusal("--rampup-batch-size",
-        "this version of Megatron-LM ignores it, and has --step-batch-size-schedule instead",
-        refused=lambda a: a.rampup_batch_size and ignores_ramps(a._args)),
+        "Megatron-LM ignores it, and has --step-batch-size-schedule instead"),
     Refusal("--hierarchical-context-parallel-sizes",
         "keys and values are gathered over all context-parallel ranks at once"),
     Refusal("--cp-comm-type",

@@ -85,8 +85,6 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
         self._backward: list[Message] = []
         self._sent: list[tuple[Message, Contents] | None] = [None, None]
         """What comes from the previous and the next stage, as they say, with ``verify``."""
-        self._under_way: list[_Handle] = []
-        """Sends, as far as is known."""
         self._label = "no step"
 
     def begin(self, local_lengths: Sequence[int], *, forward_only: bool, label: str) -> None:
@@ -124,18 +122,13 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
         self._label = label
 
     def end(self) -> None:
-        """Checks that the run received every tensor that the plan foresaw, and waits for sends for
-        which the schedule did not.
-        """
+        """Checks that the run received every tensor that the plan foresaw."""
         if self._forward or self._backward:
             raise PlanError(
                 f"{self._label}: the schedule ended with {len(self._forward)} activations and "
                 f"{len(self._backward)} gradients of the plan not received; the ranks do not run "
                 "the same plan"
             )
-        for handle in filter(_Handle.is_under_way, self._under_way):
-            handle.wait()
-        self._under_way.clear()
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -172,19 +165,10 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
         peers = self.prev_rank, self.next_rank
         busy = (given["recv_prev"] or given["tensor_send_prev"] is not None,
                 given["recv_next"] or given["tensor_send_next"] is not None)  # fmt: skip
-        for name in ("tensor_send_prev", "tensor_send_next"):
-            if given[name] is not None:
-                # An alias: schedules free an output's memory once its send was issued, of
-                # megatron-core 0.16 and 0.17 without waiting for it.
-                given[name] = given[name].detach()
         with watchdog.waiting_for(compress(peers, busy)):
             *received, handles = super()._communicate(**given)
-        self._under_way = [handle for handle in self._under_way if handle.is_under_way()]
         for name in handles or ():
-            kept = given.get(f"tensor_{name}")
-            handles[name] = _Handle(handles[name], peers[name.endswith("next")], kept)
-            if kept is not None:
-                self._under_way.append(handles[name])
+            handles[name] = _Handle(handles[name], peers[name.endswith("next")])
         if not self.verify:
             return *received, handles
         for name, tensor, peer, sent in zip(
@@ -229,23 +213,14 @@ def compare_contents(what: str, sender: int, sent: Contents, tensor: torch.Tenso
 
 
 class _Handle:
-    """A message that says whom it waits for, keeps what it sends until it has been waited for, and
-    may compare then.
-    """
+    """A message that says whom it waits for, and may compare then."""
 
-    def __init__(self, handle: Any, peer: int, kept: torch.Tensor | None) -> None:
-        self._handle, self._peer, self._kept = handle, peer, kept
+    def __init__(self, handle: Any, peer: int) -> None:
+        self._handle, self._peer = handle, peer
         self.compare: Callable[[], None] = lambda: None
 
     def wait(self, *limit: Any) -> Any:
         with watchdog.waiting_for([self._peer]):
             waited = self._handle.wait(*limit)
-        self._kept = None
         self.compare()
         return waited
-
-    def is_completed(self) -> bool:
-        return bool(self._handle.is_completed())
-
-    def is_under_way(self) -> bool:
-        return self._kept is not None and not self.is_completed()

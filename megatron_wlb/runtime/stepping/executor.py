@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,9 +32,6 @@ from megatron_wlb.runtime.ranks.hosts import between_hosts
 from megatron_wlb.runtime.ranks.transfer import open_group
 from megatron_wlb.runtime.stepping.communicator import Contents, compare_contents
 from megatron_wlb.runtime.stepping.offload import Passage
-
-TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
-"""Whether megatron-core is 0.16, whose backward pass takes a parameter that it does not use."""
 
 
 @dataclass(frozen=True)
@@ -358,8 +354,7 @@ def run_actions(
                     # tail.
                     syncs[chunk].close()
                 entered, output = running.pop((chunk, number))
-                unused = (None,) if TAKES_MODEL_TYPE else ()
-                gradient = schedules.backward_step(entered, output, received, *unused, config)
+                gradient = schedules.backward_step(entered, output, received, config)
                 if sends:
                     outputs[at] = gradient.detach()
             for source in departing[at]:

@@ -181,7 +181,7 @@ def test_odd_flags_are_refused_or_taken(command: str) -> None:
     [
         ["corpus", "build", "training.yaml", "--out"], ["corpus", "build", "--out", "x"],
         ["corpus", "build", "training.yaml", "--out", "x", "--tokenizer"], ["corpus", "stats"],
-        ["corpus", "stats", "corpus", "--plot"], ["doctor", "--megatron"], ["patch", "check"],
+        ["corpus", "stats", "corpus", "--plot"], ["doctor", "--megatron"],
         ["recipe", "show"], ["recipe", "run", "recipe.yaml", "--megatron"],
         ["profile", "--out", "x.yaml", "--base"], ["pack", "--lengths"], [*PACK, "--cost"],
         [*PACK, "--model"], [*PACK, "--model", "550m", "--hardware"],

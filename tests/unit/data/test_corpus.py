@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus, parse_split
+from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus, open_indexed, parse_split
 from megatron_wlb.data.targets import write_targets
 from megatron_wlb.data.tokenizer import file_encoder
 from megatron_wlb.errors import ConfigError, CorpusError
@@ -72,7 +72,7 @@ def test_build_writes_what_megatron_reads_with_one_eod_a_document(
 ) -> None:
     prefix = str(tmp_path / "new" / "folder" / "c")
     info = build_corpus([texts], prefix)
-    dataset = megatron_datasets.indexed_dataset.IndexedDataset(prefix)
+    dataset = open_indexed(prefix)
     assert [bytes(document.tolist()) for document in dataset] == [text + b"\0" for text in TEXTS]
     assert dataset.document_indices.tolist() == [0, 1, 2, 3, 4]
     assert (info.num_documents, info.num_tokens) == (4, sum(map(len, TEXTS)) + 4)
@@ -426,6 +426,7 @@ def test_open_names_the_first_of_several_wrong_pointers(prefix: Path) -> None:
         Corpus.open(prefix)
 
 
+@pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")
 def test_open_takes_a_corpus_that_megatron_joined(
     prefix: Path, tmp_path: Path, megatron_datasets: Any
 ) -> None:

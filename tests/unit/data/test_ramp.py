@@ -4,81 +4,41 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 
-SETTINGS = {
-    # start, increment, samples, size; micro-batch size, DP, rounded down?
-    "plain": ((2, 2, 9, 8), 1, 1, False),
-    "share-is-no-whole-number": ((1, 1, 100, 8), 1, 1, False),
-    "thirds": ((3, 3, 1000, 24), 3, 1, False),
-    "one-increment": ((4, 28, 77, 32), 2, 2, False),
-    "steps-over-sizes": ((16, 2, 40, 64), 1, 2, False),
-    "a-recipe-s": ((384, 384, 20_000, 1152), 2, 8, False),
-    "rounded": ((5, 4, 333, 45), 2, 2, True),
-    "rounded-alike": ((17, 1, 500, 31), 2, 4, True),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_ramp_follows_megatrons_calculator(name: str) -> None:
-    (start, increment, samples, size), micro_batch_size, dp_size, rounds = SETTINGS[name]
-    multiple = micro_batch_size * dp_size if rounds else 1
-    ramp = Ramp.linear(start, increment, samples, size, multiple)
-    theirs = RampupBatchsizeNumMicroBatchesCalculator(
-        size, micro_batch_size, dp_size, rounds, 1, start, increment, samples
-    )
-    consumed, step = 0, 0
-    while consumed <= 2 * samples:
-        theirs.update(consumed, consistency_check=True)
-        assert ramp.before(step) == consumed
-        assert ramp.windows(step) == theirs.get() * micro_batch_size * dp_size
-        consumed += ramp.windows(step)
-        step += 1
-    assert ramp.sizes[-1] == ramp.windows(step) == size // multiple * multiple
-    assert len(ramp.sizes) > 1
-
-
-def test_ramp_of_a_hundred_million_samples_is_known_at_once() -> None:
-    ramp = Ramp.linear(384, 384, 97_656_250, 1152)
-    assert ramp.sizes == (384, 768, 1152)
-    assert ramp.windows(0) == 384
-    assert 97_656_250 < ramp.before(200_000) < ramp.before(200_001)
-
 
 @pytest.mark.parametrize(
-    ("numbers", "says"),
-    [
-        ((0, 2, 9, 8), "has a start of 0"),
-        ((2, 0, 9, 8), "has a increment of 0"),
-        ((2, 2, 0, 8), "has a samples of 0"),
-        ((8, 2, 9, 8), "does not lead to --global-batch-size 8"),
-        ((3, 2, 9, 8), "does not lead to --global-batch-size 8"),
-        ((3, 5, 9, 8, 4), "begins below --micro-batch-size × DP = 4"),
-    ],
+    "schedule",
+    ["0:2 1.2K:4, 0.003M:8", "0:7", "0:20 500:30 1000:40 9000:41", "0:384,2.5M:768 5M:1152"],
 )
-def test_ramp_that_megatron_makes_nothing_of_is_refused(numbers: tuple[int], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Ramp.linear(*numbers)
+def test_ramp_follows_megatrons_calculator(schedule: str) -> None:
+    ramp = Ramp.schedule(schedule, 100)
+    theirs = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, 100)
+    consumed, step = 0, 0
+    while consumed <= 2 * ramp.thresholds[-1][0]:
+        theirs.update(consumed, consistency_check=True)
+        assert ramp.before(step) == consumed
+        assert ramp.windows(step) == theirs.get()
+        consumed += ramp.windows(step)
+        step += 1
+    assert ramp.sizes[-1] == ramp.windows(step) == theirs.schedule[-1][1]
 
 
-def test_step_schedule_changes_where_its_tokens_have_arrived() -> None:
-    ramp = Ramp.schedule("0:2 1.2K:4, 0.003M:8", 100)
-    assert ramp.thresholds == ((0, 2), (12, 4), (30, 8)) and ramp.sizes == (2, 4, 8)
-    consumed = 0
-    for step in range(20):  # by the rule of Megatron-LM 0.18, of samples consumed before a step
-        size = max(size for samples, size in ramp.thresholds if consumed >= samples)
-        assert (ramp.before(step), ramp.windows(step)) == (consumed, size)
-        consumed += size
-    assert consumed > 60
-    assert Ramp.schedule("0:7", 100).sizes == (7,)
+def test_size_that_a_step_passes_over_is_none_of_the_ramp() -> None:
     skipped = Ramp.schedule("0:20 500:30 1000:40 9000:41", 100)  # the first step passes 30
     assert skipped.sizes == (20, 40, 41)
     assert skipped.title == "20 from 0 30 from 5 40 from 10 41 from 90"
+
+
+def test_ramp_of_a_hundred_million_samples_is_known_at_once() -> None:
+    ramp = Ramp.schedule("0:384 200B:768 400B:1152", 4096)
+    assert ramp.sizes == (384, 768, 1152)
+    assert 97_656_250 < ramp.before(200_000) < ramp.before(200_001)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +60,7 @@ def test_step_schedule_that_is_none_is_refused(text: str, says: str) -> None:
 
 def test_streams_give_the_windows_of_each_step() -> None:
     """By first tokens, as in other steps: up to a document more or less."""
-    ramp = Ramp.linear(2, 2, 9, 8)
+    ramp = Ramp.schedule("0:2 300:4 600:6 900:8", 100)
     lengths = np.random.default_rng(1).integers(1, 101, 400)
     both = {"window": 100, "step_tokens": 800, "seed": 3, "ramp": ramp}
     streams = (DocumentStream([lengths], **both), BlendedStream([lengths] * 2, [0.3, 0.7], **both))
@@ -112,9 +72,11 @@ def test_streams_give_the_windows_of_each_step() -> None:
 
 
 def test_stream_of_another_ramp_is_refused() -> None:
-    ramp = Ramp.linear(2, 2, 9, 8)
+    ramp = Ramp.schedule("0:2 300:4 600:6 900:8", 100)
     both = {"window": 100, "step_tokens": 800, "seed": 3}
     saved = DocumentStream([np.full(9, 50)], **both, ramp=ramp).state_dict()
-    for other in (None, Ramp.linear(4, 2, 9, 8)):
-        with pytest.raises(CheckpointError, match="batch size ramps up 2 2 9 to 8 there"):
+    for other in (None, Ramp.schedule("0:4 900:8", 100)):
+        with pytest.raises(
+            CheckpointError, match=r"batch size ramps up 2 from 0 4 from 3 .* there"
+        ):
             DocumentStream([np.full(9, 50)], **both, ramp=other).load_state_dict(saved)

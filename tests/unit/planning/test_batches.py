@@ -96,13 +96,14 @@ def test_slices_take_the_windows_of_a_step() -> None:
     assert np.mean([plan.num_tokens for plan in plans]) == pytest.approx(8 * WINDOW, rel=0.05)
 
 
-RAMP = "--rampup-batch-size 2 2 30"
+SCHEDULE = f"0:2,{10 * WINDOW}:4,{20 * WINDOW}:6,{30 * WINDOW}:8"
+RAMP = f"--step-batch-size-schedule {SCHEDULE}"
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_growing_batches_have_their_micro_batches_and_lose_nothing(packing: str) -> None:
     """Also when it is read from its state before each step, as after a kill."""
-    ramp, size = Ramp.linear(2, 2, 30, 8), 2 if packing == "hold" else 1
+    ramp, size = Ramp.schedule(SCHEDULE, WINDOW), 2 if packing == "hold" else 1
     flags, dp_size = f"{RAMP} --micro-batch-size {size}", 2 // size
     whole, resumed = planner(packing, flags, dp_size), planner(packing, flags, dp_size)
     run: list[tuple[int, int, int]] = []
@@ -136,8 +137,8 @@ def test_numbers_by_step_keep_the_documents_of_growing_batches(packing: str) -> 
 
 def test_growing_batches_are_those_of_one_checkpoint_only() -> None:
     saved = planner("hold", RAMP).state_dict()
-    for flags in ("", "--rampup-batch-size 4 4 30"):
-        with pytest.raises(CheckpointError, match="batch size ramps up 2 2 30 to 8 there"):
+    for flags in ("", "--step-batch-size-schedule 0:4,1M:8"):
+        with pytest.raises(CheckpointError, match=r"batch size ramps up 2 from 0 .* there"):
             planner("hold", flags).load_state_dict(saved)
     with pytest.raises(CheckpointError, match=r"into 8 .*into 4; .*--micro-batch-size"):
         planner("hold", "--micro-batch-size 2").load_state_dict(planner("hold").state_dict())

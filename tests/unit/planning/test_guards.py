@@ -319,21 +319,17 @@ REFUSED = [
         "--global-batch-size 6 --micro-batch-size 4 --decrease-batch-size-if-needed", 2,
         ["--global-batch-size is 6", "below --micro-batch-size 4 × DP 2 = 8", "at least 8"],
     ),
-    ("--rampup-batch-size 2 2", 1, ["--rampup-batch-size has 2 numbers", "give START INCREMENT"]),
-    (
-        "--rampup-batch-size 2 3 100", 2,
-        ["--rampup-batch-size leads to a batch of 5", "DP 2", "use a multiple of 2"],
-    ),
     (
         f"{PP2_VPP2} --num-layers 8 --pipeline-model-parallel-layout Et*4|t*4L", 2,
         ["has 2 stages, but PP 2 × VPP 2 are 4", "leave --num-virtual-stages-per-pipeline-rank"],
     ),
+    ("--step-batch-size-schedule 1M:3", 1, ["1M:3", "does not begin at 0 tokens"]),
     (
         "--step-batch-size-schedule 0:2,1M:7", 2,
         ["--step-batch-size-schedule leads to a batch of 7", "DP 2", "use a multiple of 2"],
     ),
     (
-        f"{PP2_VPP2} --rampup-batch-size 1 7 100", 2,
+        f"{PP2_VPP2} --step-batch-size-schedule 0:1,1M:8", 2,
         ["between PP 2 and the 1 micro-batches"],
     ),
     (
@@ -453,7 +449,7 @@ def test_evaluation_beside_a_schedule_of_batches_has_micro_batches_to_interleave
         ("--wlb-long-documents slice --wlb-packing slim --wlb-units 3", 1, 8),
         ("--micro-batch-size 2 --seq-length 512 --wlb-max-tokens 1024", 2, 2),
         ("--micro-batch-size 2 --decrease-batch-size-if-needed --global-batch-size 15", 2, 3),
-        ("--rampup-batch-size 2 2 100", 2, 4),
+        ("--step-batch-size-schedule 0:2,1M:8", 2, 4),
         (f"{EXPERTS} --expert-model-parallel-size 4", 4, 2),
         (f"{EXPERTS} --moe-layer-freq [0]+[1]*3", 4, 2),
     ],
@@ -465,7 +461,6 @@ def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int)
 @pytest.mark.parametrize(
     "flags",
     [
-        "--rampup-batch-size 2 2 100",
         "--step-batch-size-schedule 0:2,1M:8",
         "--decrease-batch-size-if-needed",
         "--fp8-format hybrid",

@@ -22,7 +22,7 @@ def built(rank: int, *layers: int, further: int = 0) -> Any:
     ]
     gpts[-1].post_process = rank == 1
     if further:
-        named = [SimpleNamespace(transformer_layer=None)] * further
+        named = [SimpleNamespace(mtp_model_layer=None)] * further
         gpts[-1].mtp = SimpleNamespace(layers=named)
     pp = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
     return SimpleNamespace(gpts=gpts, groups=SimpleNamespace(pp=pp))

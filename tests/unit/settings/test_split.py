@@ -35,7 +35,7 @@ def by_megatron(
         FIRST: "num_layers_in_first_pipeline_stage", LAST: "num_layers_in_last_pipeline_stage"
     }  # fmt: skip
     config = TransformerConfig(
-        num_layers=num_layers, hidden_size=8, num_attention_heads=2, cuda_graph_scope=[],
+        num_layers=num_layers, hidden_size=8, num_attention_heads=2, cuda_graph_modules=[],
         pipeline_model_parallel_size=pp_size, virtual_pipeline_model_parallel_size=vpp_size,
         pipeline_dtype="float32", **{names.get(name, name): flags[name] for name in flags},
     )  # fmt: skip
@@ -88,6 +88,7 @@ def ours(
 
 
 @pytest.mark.usefixtures("no_state")
+@pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")
 def test_layers_of_each_chunk_are_megatrons() -> None:
     runs = refused = 0
     for case in cases():
@@ -114,6 +115,7 @@ def test_layers_of_each_chunk_are_megatrons() -> None:
 
 
 @pytest.mark.usefixtures("no_state")
+@pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")
 def test_flags_of_stages_make_these_stages_in_megatron() -> None:
     for vpp_size, stages in (
         (1, (8, 8, 8, 8)), (1, (7, 9, 9, 7)), (1, (7, 9)), (1, (9, 9, 9, 5)), (1, (4, 9, 9, 9)),

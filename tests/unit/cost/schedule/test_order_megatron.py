@@ -15,7 +15,7 @@ OFF = (
     "cuda_graph_impl", "deallocate_pipeline_outputs", "finalize_model_grads_func",
     "fine_grained_activation_offloading", "grad_sync_func", "no_sync_func",
     "num_microbatches_with_partial_activation_checkpoints", "overlap_moe_expert_parallel_comm",
-    "param_sync_func", "sequence_parallel", "timers",
+    "param_sync_func", "sequence_parallel", "timers", "variable_seq_lengths",
 )  # fmt: skip
 """What Megatron's configuration must have, and these tests do not use."""
 
@@ -55,7 +55,8 @@ def megatron():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
-        from megatron.core.pipeline_parallel import p2p_communication, schedules
+        from megatron.core.pipeline_parallel import p2p_communication, schedules, utils
+        from megatron.core.process_groups_config import ProcessGroupCollection
 
     class Communicator(p2p_communication.P2PCommunicator):
         def __init__(self, rank, size, config, forward, backward):
@@ -138,7 +139,7 @@ def megatron():
             )
             communicator = Communicator(rank, pp_size, config, forward, backward)
             one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-            groups = SimpleNamespace(
+            groups = ProcessGroupCollection(
                 tp=one, cp=one, dp_cp=one, embd=None, pos_embd=None, pp=communicator.pp_group
             )
             function = schedules.get_forward_backward_func(
@@ -166,10 +167,8 @@ def megatron():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(schedules, "torch", CpuTorch())
-            patch.setattr(schedules, "is_pp_first_stage", lambda group: group.rank() == 0)
-            patch.setattr(
-                schedules, "is_pp_last_stage", lambda group: group.rank() == group.size() - 1
-            )
+            patch.setattr(utils, "get_pg_rank", lambda group: group.rank())
+            patch.setattr(utils, "get_pg_size", lambda group: group.size())
             patch.setattr(schedules, "forward_step", forward_step)
             patch.setattr(schedules, "backward_step", backward_step)
             threads = [threading.Thread(target=guarded, args=(r,)) for r in range(pp_size)]

@@ -94,7 +94,7 @@ def test_unknown_code_is_refused_with_a_known_version_and_told_with_others(
 ) -> None:
     own = module(tmp_path / "mine.py", SCRIPT).forward_step
     with pytest.raises(ConfigError) as raised:
-        script.check("0.17.0", own, own)
+        script.check("0.18.0", own, own)
     first, second = str(raised.value).splitlines()
     assert first.startswith(f"{tmp_path}/mine.py has forward step or loss of its own (")
     assert second.startswith(f"{tmp_path}/mine.py has data sets of its own (")

@@ -7,12 +7,14 @@ import logging
 from pathlib import Path
 
 import pytest
+from helpers.versions import patches_of
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat import targets
-from megatron_wlb.runtime.compat.patch_files import PatchSeries, patched_versions
 from megatron_wlb.runtime.compat.source import MegatronSource
 
+VERSION = MegatronSource.installed().version
+INFO = "megatron/core/package_info.py"
 P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
 SHAPES = "tensor_send_next, tensor_send_prev, recv_prev, recv_next"
 
@@ -25,10 +27,8 @@ def test_installed_megatron_fits() -> None:
 
 
 def test_tested_versions_have_patches() -> None:
-    tested = [v for v, known in targets.VERSIONS.items() if known.tested]
-    assert tested == patched_versions()
-    for version in tested:
-        assert len(PatchSeries.of(version).files) == 2
+    for version, known in targets.VERSIONS.items():
+        assert len(patches_of(version)) == (2 if known.tested else 0)
 
 
 def edit(tree: Path, file: str, old: str, new: str) -> None:
@@ -60,7 +60,9 @@ def test_changed_target_is_refused(tree: Path, old: str, new: str, message: str)
     edit(tree, P2P, old, new)
     with pytest.raises(CompatibilityError, match=message) as caught:
         targets.check(source=MegatronSource.at(tree))
-    assert str(caught.value).startswith("megatron-core 0.16.1: megatron.core.pipeline_parallel.")
+    assert str(caught.value).startswith(
+        f"megatron-core {VERSION}: megatron.core.pipeline_parallel."
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -70,23 +72,13 @@ ROPE = "megatron/core/models/common/embeddings/rope_utils.py"
 def test_changed_default_is_refused_unless_allowed(
     tree: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    edit(
-        tree,
-        ROPE,
-        "    cp_group: torch.distributed.ProcessGroup = None,\n):",
-        "    cp_group=0,\n):",
-    )
-    with pytest.raises(CompatibilityError, match="has the default cp_group=0, not None"):
+    edit(tree, ROPE, "mla_rotary_interleaved: bool = False", "mla_rotary_interleaved: bool = True")
+    changed = "has the default mla_rotary_interleaved=True, not False"
+    with pytest.raises(CompatibilityError, match=changed):
         targets.check(source=MegatronSource.at(tree))
     with caplog.at_level(logging.WARNING):
         targets.check(source=MegatronSource.at(tree), allow_untested=True)
-    assert "embeddings:apply_rotary_pos_emb has the default cp_group=0, not None" in caplog.text
-
-
-def test_patched_tree_fits(tree: Path) -> None:
-    source = MegatronSource.at(tree)
-    PatchSeries.of(source.version).apply(source)
-    targets.check(source=MegatronSource.at(tree))
+    assert f"embeddings:apply_rotary_pos_emb {changed}" in caplog.text
 
 
 def test_all_that_the_package_takes_from_megatron_is_checked() -> None:
@@ -100,13 +92,13 @@ def test_all_that_the_package_takes_from_megatron_is_checked() -> None:
 def test_unknown_version_is_refused_unless_allowed(
     tree: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    edit(tree, "megatron/core/package_info.py", "MINOR = 16", "MINOR = 15")
+    edit(tree, INFO, "MINOR = 19", "MINOR = 17")
     source = MegatronSource.at(tree)
     with pytest.raises(CompatibilityError, match="--wlb-allow-untested-megatron"):
         targets.check(source=source)
     with caplog.at_level(logging.WARNING):
         targets.check(source=source, allow_untested=True)
-    assert "megatron-core 0.15.1 is unknown to megatron-wlb" in caplog.text
+    assert "megatron-core 0.17.2 is unknown to megatron-wlb" in caplog.text
     # Allowed, but not blind.
     edit(tree, P2P, "def _communicate_shapes", "def _exchange_shapes")
     with pytest.raises(CompatibilityError, match="_communicate_shapes is missing"):
@@ -116,14 +108,14 @@ def test_unknown_version_is_refused_unless_allowed(
 def test_known_but_less_tested_version_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(targets, "VERSIONS", {"0.16.1": targets.Version(False, "", "")})
+    monkeypatch.setattr(targets, "VERSIONS", {VERSION: targets.Version(False, "", "")})
     with caplog.at_level(logging.WARNING):
         targets.check()
-    assert "0.16.1: names and signatures are checked, but" in caplog.text
+    assert f"{VERSION}: names and signatures are checked, but" in caplog.text
 
 
 def test_other_release_of_a_series_is_known(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit(tree, "megatron/core/package_info.py", "PATCH = 1", "PATCH = 9")
+    edit(tree, INFO, "PATCH = 2", "PATCH = 9")
     with caplog.at_level(logging.WARNING):
         targets.check(source=MegatronSource.at(tree))
     assert not caplog.text
@@ -132,10 +124,8 @@ def test_other_release_of_a_series_is_known(tree: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("version", "table"),
     [
-        ("0.15.0", "0.16.1"),
-        ("0.16.1", "0.16.1"),
-        ("0.17.0rc0", "0.17.1"),
-        ("0.17.1", "0.17.1"),
+        ("0.17.1", "0.18.2"),
+        ("0.18.0rc0", "0.18.2"),
         ("0.18.9", "0.18.2"),
         ("0.19.1", "0.19.2"),
         ("0.20.0rc1", "0.20.0"),
@@ -144,11 +134,3 @@ def test_other_release_of_a_series_is_known(tree: Path, caplog: pytest.LogCaptur
 )
 def test_unknown_version_is_held_against_the_table_below(version: str, table: str) -> None:
     assert targets.version_of(version) is targets.VERSIONS[table]
-
-
-def test_arguments_are_checked_where_a_version_does() -> None:
-    """0.18 is the first to parse them before ``pretrain``."""
-    for version, known in targets.VERSIONS.items():
-        module = known.adapter.checks_arguments_in
-        assert f"{module}:validate_args" in targets.expected_of(version), version
-        assert module.endswith("initialize") == (version < "0.18")

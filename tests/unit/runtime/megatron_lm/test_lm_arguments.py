@@ -29,7 +29,7 @@ CHECKED: dict[str, Any] = {
     "sequence_parallel": True, "use_torch_fsdp2": False,
     "use_distributed_optimizer": True, "overlap_grad_reduce": False,
     "distributed_backend": "nccl", "micro_batch_size": 2, "global_batch_size": 32, "seed": 5,
-    "rampup_batch_size": ["8", "8", "1000"], "decrease_batch_size_if_needed": True,
+    "decrease_batch_size_if_needed": True,
     "bf16": True, "recompute_granularity": "selective", "recompute_method": None,
     "recompute_num_layers": None, "split": "99,1,0", "seq_length": 512,
     "data_path": ["0.5", "a", "0.5", "b"], "mock_data": False, "lr": 3e-4, "optimizer": "adam",
@@ -81,7 +81,6 @@ def test_settings_of_model_and_layout_are_megatrons() -> None:
     assert found.parallel.microbatch_group_size_per_virtual_pipeline_stage == 4
     assert found.training.global_batch_size == 32
     assert found.training.micro_batch_size == 2
-    assert found.training.rampup_batch_size == (8, 8, 1000)
     assert found.training.decrease_batch_size_if_needed
     assert found.training.recompute_granularity == "selective"
     assert found.data.data_path == ("0.5", "a", "0.5", "b")

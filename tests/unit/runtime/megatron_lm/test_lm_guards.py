@@ -16,7 +16,7 @@ FINE: dict[str, Any] = {
     # What matters of a command line that runs; as Megatron's parser leaves it.
     "data_path": ["corpus"], "data_args_path": None, "train_data_path": None,
     "per_split_data_args_path": None, "attention_dropout": 0.0, "micro_batch_size": 2,
-    "rampup_batch_size": ["8", "8", "1000"], "decrease_batch_size_if_needed": True,
+    "decrease_batch_size_if_needed": True,
     "global_batch_size": 16,
     "position_embedding_type": "rope", "softmax_type": "vanilla", "cuda_graph_impl": "none",
     "context_parallel_size": 2, "pipeline_model_parallel_size": 2, "overlap_p2p_comm": True,
@@ -26,7 +26,7 @@ FINE: dict[str, Any] = {
     "non_persistent_ckpt_type": None, "use_distributed_optimizer": True, "save": "ck",
     "no_save_optim": None, "bf16": True, "fp16": False, "num_experts": None,
     "dist_ckpt_optim_fully_reshardable": False,
-    "hybrid_attention_ratio": 0.0, "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
+    "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
     "sequence_parallel": True, "defer_embedding_wgrad_compute": False,
     "recompute_granularity": None,
 }  # fmt: skip
@@ -68,14 +68,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 WITH_STRATEGIES: dict[str, dict[str, Any]] = {
     "--ckpt-format": {"ckpt_format": "torch"},
     "--optimizer": {"optimizer": "muon"},
-    "--rampup-batch-size": {"rampup_batch_size": [2, 2, 8]},
     "--step-batch-size-schedule": {"step_batch_size_schedule": "0:2"},
 }
 
 
 @pytest.mark.parametrize("refusal", refusals.OF_STRATEGIES, ids=lambda one: one.flag)
 def test_flag_is_refused_with_strategies_alone(refusal: refusals.Refusal) -> None:
-    one_size = {"rampup_batch_size": None, "decrease_batch_size_if_needed": False}
+    one_size = {"decrease_batch_size_if_needed": False}
     own = WITH_STRATEGIES.get(refusal.flag, {refusal.name: True})
     given = argparse.Namespace(**FINE | one_size | own)
     refusals.check(given)
@@ -134,7 +133,6 @@ def test_flag_is_refused_with_name_value_and_remedy(refusal: refusals.Refusal) -
         {
             "eval_global_batch_size": 8,
             "global_batch_size": None,
-            "rampup_batch_size": None,
             "step_batch_size_schedule": "0:8 1M:16",
         },
         {"ckpt_format": "torch"},
@@ -247,10 +245,9 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         ({"num_experts": None, "moe_token_dispatcher_type": "allgather"}, ""),
         ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, ""),
         ({"dataloader_type": "single"}, ""),
-        ({"rampup_batch_size": [2, 2, 9]}, ""),
         (
-            {"rampup_batch_size": [2, 2, 9], "step_batch_size_schedule": None},
-            "--rampup-batch-size 2 2 9 has no effect with --wlb-packing: this version",
+            {"rampup_batch_size": [2, 2, 9]},
+            "--rampup-batch-size 2 2 9 has no effect with --wlb-packing: Megatron-LM ignores it",
         ),
     ],
 )
