@@ -121,6 +121,7 @@ def sample(at, n):  # what Bridge says that the scheduler takes
 config = SimpleNamespace(
     sequence_packing_scheduler="dp_balanced", max_seqlen_per_dp_cp_rank=4096,
     virtual_pipeline_model_parallel_size=None, microbatch_group_size_per_vp_stage=1,
+    pipeline_model_parallel_layout=None, mtp_num_layers=None,
 )
 groups = SimpleNamespace(
     dp=state.get_data_parallel_group(), tp=state.get_tensor_model_parallel_group(),
