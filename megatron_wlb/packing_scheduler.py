@@ -1,21 +1,22 @@
 """Megatron-core's scheduler of packed sequences, planned by :func:`megatron_wlb.plan_batch`.
 
 Megatron-core after 0.19 packs each global batch anew if ``--sequence-packing-scheduler`` is
-``dp_balanced``. Before training add::
+``dp_balanced``, and so does Megatron-Bridge with ``dataset.enable_global_batch_packing``. Before
+training add::
 
     from megatron.core.datasets.data_schedule import scheduler_map
-    scheduler_map["dp_balanced"] = planned(scheduler_map["dp_balanced"])
+    install(scheduler_map)
 
 Megatron fetches samples, sends them to their ranks and packs them as before. Which run together is
 ours. It keeps what Megatron asks for: each sample once, as many micro-batches on each data-parallel
 rank, a multiple of ``microbatch_group_size_per_vp_stage`` with virtual stages, none without a
-sample, none above ``--max-seqlen-per-dp-cp-rank`` × CP or ``max_num_seqs``. Nothing here imports
-Megatron: its class is an argument.
+sample, none above ``--max-seqlen-per-dp-cp-rank`` × CP, or above ``max_num_seqs`` where Megatron
+has that. Nothing here imports Megatron: its map is an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from megatron_wlb.cost import DocumentCost, Parallelism
@@ -24,6 +25,22 @@ from megatron_wlb.trainers import TOKENS, cost_of_flops, filled_ranks
 
 Groups = list[list[list[int]]]
 """``[micro-batches][DP × CP ranks][numbers of samples]``; CP ranks of a DP rank have the same."""
+
+
+def install(scheduler_map: MutableMapping[Any, Any], cost: DocumentCost | None = None) -> None:
+    """Puts :func:`planned` in the place of ``dp_balanced`` in Megatron's ``scheduler_map``, whose
+    keys are names, or members of an enumeration with them as values.
+
+    Raises :class:`ConfigError` where the map has no ``dp_balanced``.
+    """
+    names = {getattr(key, "value", key): key for key in scheduler_map}
+    if "dp_balanced" not in names:
+        raise ConfigError(
+            f"Megatron's scheduler_map has {', '.join(map(str, names)) or 'nothing'}, but no "
+            "dp_balanced; take a Megatron-LM whose --sequence-packing-scheduler has it"
+        )
+    key = names["dp_balanced"]
+    scheduler_map[key] = planned(scheduler_map[key], cost)
 
 
 def planned(base: Any, cost: DocumentCost | None = None) -> Any:
@@ -67,7 +84,7 @@ def planned(base: Any, cost: DocumentCost | None = None) -> Any:
             max_tokens = self.max_seqlen_per_dp_cp_rank * self.cp_size
             return groups_of(
                 sample_id_seqlens, max_tokens, layout, self.cp_size,
-                self.model_cost or DEFAULT_COST, self.max_num_seqs,
+                self.model_cost or DEFAULT_COST, getattr(self, "max_num_seqs", None),
             )  # fmt: skip
 
     return PlannedScheduler

@@ -60,13 +60,17 @@ def verl(folder: Path, layout: Parallelism, cap: int) -> Planner:
         work = module.calculate_workload(torch.tensor(lengths)).tolist()
         ranks = module.get_seqlen_balanced_partitions(work, layout.dp_size, equal_size=True)
         least = max(-(-sum(lengths[n] for n in own) // cap) for own in ranks)
-        schedule = []
-        for own in ranks:
-            ends = torch.tensor([0, *(lengths[n] for n in own)]).cumsum(0)
-            batch = {"input_ids": SimpleNamespace(is_nested=True, offsets=lambda ends=ends: ends)}
-            _, found = module.rearrange_micro_batches(batch, cap, min_num_micro_batch=least)
-            schedule.append([[own[n] for n in one] for one in found])
-        return schedule
+        while True:
+            schedule = []
+            for own in ranks:
+                ends = torch.tensor([0, *(lengths[n] for n in own)]).cumsum(0)
+                ids = SimpleNamespace(is_nested=True, offsets=lambda ends=ends: ends)
+                given = {"input_ids": ids}, cap
+                _, found = module.rearrange_micro_batches(*given, min_num_micro_batch=least)
+                schedule.append([[own[n] for n in one] for one in found])
+            if least == max(map(len, schedule)):
+                return schedule
+            least = max(map(len, schedule))  # what ranks agree on where one needs more for the cap
 
     return plan
 

@@ -1,8 +1,8 @@
-"""verl's own tests of its balancing, with ours in its place: VERL_PATH names a checkout.
+"""verl's own tests of its balancing, with ours in its place: VERL_PATH names a checkout of 0.9.
 
 verl imports more than this project does: ray, tensordict, and what these import (``pip install ray
 tensordict`` into an environment with torch, or with ``--target`` into a folder on PYTHONPATH).
-Nothing of it is replaced but the two functions, and NCCL by gloo where there is no GPU.
+Nothing of it is replaced but the two functions, and where there is no GPU its device and NCCL.
 """
 
 import os
@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import verl.utils.seqlen_balancing as theirs
+from verl.utils import device
 import megatron_wlb.verl as ours
 
 called = set()
@@ -43,8 +44,10 @@ def put(module):
         setattr(theirs, name, counted(name))
         if hasattr(module, name):
             setattr(module, name, getattr(theirs, name))
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available():  # for which verl knows no platform
         module.get_nccl_backend = lambda: "gloo"
+        module.get_torch_device = lambda: torch.cpu
+        module.get_device_name = device.get_device_name = lambda: "cpu"
 
 def work(rank, name, file, *args):  # in a process of its own
     from importlib.util import module_from_spec, spec_from_file_location
@@ -67,19 +70,52 @@ def pytest_sessionfinish():
     print(f"ours was called in {len(called)} tests")
 """
 
+GROUPS = """
+from inspect import signature
+import torch
+from tensordict import TensorDict
+import verl.utils.seqlen_balancing as theirs
+import megatron_wlb.verl as ours
 
-def test_verl_s_own_tests_pass(tmp_path: Path) -> None:
-    (tmp_path / "planned_by_us.py").write_text(PLUGIN)
+for name in "get_seqlen_balanced_partitions", "rearrange_micro_batches":
+    one, other = (signature(getattr(module, name)).parameters for module in (theirs, ours))
+    assert [(n, p.default) for n, p in one.items()] == [
+        (n, p.default) for n, p in other.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+lengths = torch.tensor([70, 10, 40, 45, 5, 90, 30, 31, 64, 20, 11, 12])
+mask = (torch.arange(100) < lengths[:, None]).long()
+batch = TensorDict({"input_ids": mask * lengths[:, None], "attention_mask": mask}, [12])
+for module in theirs, ours:
+    found, parts = module.rearrange_micro_batches(batch, 200, force_group_size=2)
+    assert sorted(n for part in parts for n in part) == list(range(12))
+    for part, one in zip(parts, found, strict=True):
+        assert part[::2] == [n - 1 for n in part[1::2]] and not any(n % 2 for n in part[::2])
+        assert torch.equal(one["input_ids"], batch["input_ids"][part])
+        assert module is theirs or one["attention_mask"].sum() <= 200
+print("both kept groups")
+"""
+
+
+def run(folder: Path, *command: str) -> str:
     known = os.environ.get("PYTHONPATH", "")
-    paths = os.pathsep.join([str(tmp_path), str(VERL), str(Path(__file__).parents[2]), known])
+    paths = os.pathsep.join([str(folder), str(VERL), str(Path(__file__).parents[2]), known])
     found = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-p", "planned_by_us", "-p", "no:cacheprovider"),
-            *("--rootdir", str(tmp_path), f"{VERL}/tests/utils/test_seqlen_balancing.py"),
-        ],
-        capture_output=True, text=True, check=False, timeout=900, cwd=tmp_path,
+        [sys.executable, *command],
+        capture_output=True, text=True, check=False, timeout=900, cwd=folder,
         env=os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_verl_s_parameters_and_groups_are_kept(tmp_path: Path) -> None:
+    assert "both kept groups" in run(tmp_path, "-c", GROUPS)
+
+
+def test_verl_s_own_tests_pass(tmp_path: Path) -> None:
+    (tmp_path / "planned_by_us.py").write_text(PLUGIN)
+    tests = f"{VERL}/tests/utils/test_seqlen_balancing.py"
+    plugins = "-p", "planned_by_us", "-p", "no:cacheprovider"
+    found = run(tmp_path, "-m", "pytest", *plugins, "--rootdir", str(tmp_path), tests)
     # The seventh is of DataProto.split, which calls neither.
-    assert "7 passed" in found.stdout and "ours was called in 6 tests" in found.stdout
+    assert "7 passed" in found and "ours was called in 6 tests" in found

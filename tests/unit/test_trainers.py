@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost import Parallelism
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing_scheduler import DEFAULT_COST, cost_of_config, groups_of, planned
+from megatron_wlb.packing_scheduler import DEFAULT_COST, cost_of_config, groups_of, install
 from megatron_wlb.slime import build_dp_schedule
 from megatron_wlb.trainers import FLOPS_A_US, filled_ranks
 from megatron_wlb.verl import get_seqlen_balanced_partitions, micro_batches_of
@@ -53,22 +54,50 @@ def test_partitions_have_each_sample_once_and_like_sums(lengths, parts, equal) -
 
 @few_examples
 @given(
-    lengths=LENGTHS, multiple=st.integers(1, 3), least=st.integers(1, 6), pp_size=st.integers(1, 3)
-)
-def test_verl_s_micro_batches_keep_the_cap(lengths, multiple, least, pp_size) -> None:
-    given_options = {"multiple": multiple, "least": least, "pp_size": pp_size}
+    lengths=LENGTHS, multiple=st.integers(1, 3), least=st.integers(1, 6),
+    pp_size=st.integers(1, 3), group=st.integers(1, 3),
+)  # fmt: skip
+def test_verl_s_micro_batches_keep_the_cap_and_groups(
+    lengths, multiple, least, pp_size, group
+) -> None:
+    lengths = [length // group + 1 for length in lengths[: len(lengths) // group * group]]
+    given_options = {"multiple": multiple, "least": least, "pp_size": pp_size, "group": group}
     try:
         found = micro_batches_of(lengths, 1000, (1.0, 2.1), **given_options)
     except ConfigError as error:
         assert "micro-batches are needed" in str(error)
-        needed = max(least, first_fit(lengths, 1000, len(lengths)))
-        assert -(-needed // multiple) * multiple > len(lengths)
+        grouped = [sum(lengths[n : n + group]) for n in range(0, len(lengths), group)]
+        needed = max(least, first_fit(grouped, 1000, len(grouped)))
+        assert -(-needed // multiple) * multiple > len(grouped)
         return
     assert sorted(n for own in found for n in own) == list(range(len(lengths)))
+    assert all(n // group * group + at in own for own in found for n in own for at in range(group))
     assert all(0 < sum(lengths[n] for n in own) <= 1000 for own in found)
     assert len(found) % multiple == 0 and len(found) >= least
-    with pytest.raises(ConfigError, match=r"sample \d+ has \d+ tokens, above max_token_len"):
-        micro_batches_of([*lengths, 1001], 1000, (1.0, 2.1), **given_options)
+    with pytest.raises(ConfigError, match=r"samples? \d+ has \d+ tokens, above max_token_len"):
+        micro_batches_of([*lengths, *[1001] * group], 1000, (1.0, 2.1), **given_options)
+
+
+def test_verl_s_ranks_refuse_together() -> None:
+    """Else one would wait for another that has ended."""
+    told: list[list[int]] = []
+
+    def with_another(own: list[int], other: tuple[int, ...] = (2, -3, 0)) -> list[int]:
+        told.append(own)
+        return [*map(max, own, other)]
+
+    given_options = {"work": (1.0, 2.1), "agreed": with_another}
+    for lengths, group, said in [
+        ([], 1, "has no samples"),
+        ([900, 101, 5, 6], 2, "group of 2 samples 0 has 1001 tokens"),
+        ([5, 6, 7], 2, "3 samples are no whole groups of force_group_size 2"),
+        ([900] * 5, 1, "5 micro-batches are needed of 3 samples"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            micro_batches_of(lengths, 1000, group=group, **given_options)
+    assert told == [[1, 0, 1], [1, 0, 1], [1, 0, 1], [5, -5, 0]]
+    with pytest.raises(ConfigError, match="another data-parallel rank"):
+        micro_batches_of([5, 6], 1000, (1.0, 2.1), agreed=lambda own: [*own[:2], 1])
 
 
 def test_verl_s_micro_batches_are_smallest_first_and_last_in_a_pipeline() -> None:
@@ -135,21 +164,38 @@ def test_megatron_s_groups_have_each_sample_once_on_each_of_its_cp_ranks(layout)
         groups_of([*samples, (7, 1025)], 1024, layout, 2, DEFAULT_COST)
 
 
-def test_megatron_s_scheduler_takes_its_layout_from_megatron() -> None:
+class Packings(Enum):
+    DP_BALANCED = "dp_balanced"
+
+
+@pytest.mark.parametrize(
+    ("key", "most"), [("dp_balanced", {"max_num_seqs": 2}), (Packings.DP_BALANCED, {})]
+)
+def test_megatron_s_scheduler_takes_its_layout_from_megatron(key, most) -> None:
     class Theirs:
         def run(self, *_given):
             return self.get_groups_and_subsamples([(n, 100) for n in range(16)])
 
-    scheduler = planned(Theirs)()
+    others = {"default_dynamic_cp": Theirs}
+    scheduler_map = {**others, key: Theirs}
+    install(scheduler_map)
+    scheduler = scheduler_map[key]()
+    assert isinstance(scheduler, Theirs) and scheduler_map | {key: None} == {**others, key: None}
     facts = {"max_seqlen_per_dp_cp_rank": 400, "cp_size": 1, "dp_size": 2}
-    vars(scheduler).update(facts | {"microbatch_group_size_per_vp_stage": None, "max_num_seqs": 2})
+    vars(scheduler).update(facts | {"microbatch_group_size_per_vp_stage": None} | most)
     config = SimpleNamespace(
         hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, num_layers=2
     )
     group = SimpleNamespace(size=lambda: 2)
     found = scheduler.run(iter(()), 1, group, group, group, group, "cpu", config)
-    assert scheduler.pp_size == 2 and all(len(own) <= 2 for one in found for own in one)
+    limit = most.get("max_num_seqs", 4)
+    assert scheduler.pp_size == 2 and all(len(own) <= limit for one in found for own in one)
     assert sorted(n for one in found for own in one for n in own) == [*range(16)]
+
+
+def test_a_map_without_megatron_s_scheduler_is_told() -> None:
+    with pytest.raises(ConfigError, match="has default_dynamic_cp, but no dp_balanced"):
+        install({"default_dynamic_cp": object})
 
 
 def test_slime_s_cap_leaves_room_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
