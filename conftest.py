@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(tier)
         if config.getoption("--nccl-rules") and item.get_closest_marker("gloo_only"):
             item.add_marker(pytest.mark.skip(reason="what it asks is for gloo alone"))
-        if not CHECKOUT and item.get_closest_marker("launcher"):
+        if not CHECKOUT and item.get_closest_marker("checkout"):
             item.add_marker(pytest.mark.skip(reason="MEGATRON_LM_PATH names no checkout"))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:

@@ -6,6 +6,7 @@ Whatever starts threads must stay out of it: a forked process has none of them.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 
@@ -26,10 +27,12 @@ from megatron_wlb.runtime.megatron_lm.cpu import make_importable  # noqa: E402
 
 targets.problems(MegatronSource.installed())  # Ranks keep the sources that are read here.
 
-if _checkout := os.environ.get("MEGATRON_LM_PATH"):
-    # Its training loop too; only there: which Megatron a rank finds is for the rank to say.
+# The training loop too, of the checkout where one is named: which Megatron a rank finds is for the
+# rank to say. Versions before 0.19 have none in their wheel.
+_places = [*filter(None, [os.environ.get("MEGATRON_LM_PATH")])]
+sys.path[:0] = _places
+if importlib.util.find_spec("megatron.training") is not None:
     make_importable()
-    sys.path.insert(0, _checkout)
     import megatron.training.training  # noqa: F401
-
-    sys.path.remove(_checkout)
+for _place in _places:
+    sys.path.remove(_place)

@@ -13,7 +13,7 @@ import megatron_lm_runs
 import pytest
 from helpers.layouts import further
 from helpers.strategy_ranks import strategies_file
-from megatron_lm_runs import CP2, DP2, PP2, TP2_SP, needs_megatron_lm
+from megatron_lm_runs import CP2, DP2, PP2, TP2_SP
 from trainer_runs import ROOT, Flags, command_line, start
 
 from megatron_wlb.errors import PlanError
@@ -84,7 +84,7 @@ def program_with(others: list[str], launches: bool, argv: list[str]) -> int:
     """The trainer, of which one rank has other flags behind its own."""
     argv = argv + others if os.environ["RANK"] == str(ODD) else argv
     if launches:
-        return megatron_lm_runs._launch(argv)
+        return megatron_lm_runs.launched(argv)
     from megatron_wlb.pretrain_gpt import main
 
     return main(argv)
@@ -180,7 +180,7 @@ def test_rank_that_differs_is_named(tmp_path: Path, corpus: Path, name: str, lay
     refused(tmp_path, corpus, name, "embedded", layout)
 
 
-@needs_megatron_lm
+@pytest.mark.launcher
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -10,7 +10,6 @@ import re
 import pytest
 from fault_runs import Bench, attempt
 from helpers.layouts import further
-from megatron_lm_runs import needs_megatron_lm
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def test_fault_ends_a_run_that_then_goes_on_alike(
 
 
 @pytest.mark.long
-@needs_megatron_lm
+@pytest.mark.launcher
 def test_full_disk_is_one_line_under_the_launcher(bench: Bench) -> None:
     done = attempt(bench, "full-write", "launcher", "dp2", seed=1)
     assert done.outcome == "resumed equal", done

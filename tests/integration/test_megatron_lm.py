@@ -18,15 +18,14 @@ from megatron_lm_runs import (
     BOTH,
     DP2,
     MEGATRON_LM,
-    PATH,
     PP2,
     PP2_VPP2,
+    SCRIPT,
     TP2_SP,
     WINDOW,
     install_and_uninstall,
     launch,
     logged,
-    needs_megatron_lm,
     run_without_launcher,
     validations,
 )
@@ -45,7 +44,7 @@ from trainer_runs import (
 
 from megatron_wlb.errors import CheckpointError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 ROUNDING = 1e-6
 """Relative, of losses: fp32 sums of a thousand token losses, summed in another order. Up to 1e-7 is
@@ -239,7 +238,7 @@ def test_the_command_under_torchrun_trains_as_forked_ranks_do(
     """The whole command line, in processes of its own; it saves in a worker process."""
     flags = MEGATRON_LM | holding(texts) | {"seed": 7, "exit_interval": 2, "wlb_metrics": "metrics"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]
-    command += ["megatron_wlb.launch", f"{PATH}/pretrain_gpt.py"]
+    command += ["megatron_wlb.launch", *filter(None, [SCRIPT])]
     command += command_line(flags | {"save": "ck", "save_interval": 2})
     finish(spawn(tmp_path, command))
     expected = losses(one_process[0] / "metrics")
@@ -268,8 +267,8 @@ def test_without_our_flags_the_script_trains_as_alone(texts: list[Path], tmp_pat
     assert len(validations(alone)) >= 3
     assert validations(launched) == validations(alone)
     # Warnings name files, and a clone's folder is called megatron-wlb.
-    said = launched.output.replace(str(Path(__file__).parents[2]), "")
-    assert "wlb" not in said.replace(str(PATH), "").replace(sys.prefix, "")
+    said = launched.output.replace(str(Path(__file__).parents[2]), "").replace(sys.prefix, "")
+    assert "wlb" not in said.replace(str(SCRIPT), "")
 
 
 PER_SPLIT: Flags = BOTH | {"train_iters": 2, "split": None, "eval_interval": 2, "eval_iters": 1}

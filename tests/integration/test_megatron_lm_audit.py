@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, LAYOUTS, launch, needs_megatron_lm
+from megatron_lm_runs import BOTH, LAYOUTS, launch
 from trainer_runs import Flags, finish, num_lines, tracked
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.planning.ledger.lines import NAME
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 FORMATS: dict[str, Flags] = {"torch_dist": LAYOUTS["dp2"][1] | {"bf16": True}, "torch": {}}
 

@@ -33,7 +33,6 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
     logged,
-    needs_megatron_lm,
 )
 from trainer_runs import command_line, finish, losses, read_metrics
 
@@ -41,7 +40,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.planning.from_config import known_cost, make_planner
 from megatron_wlb.settings.command_line import parse
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 NUM_STEPS, SAVED = 6, 2
 RUN: Flags = BOTH | {"train_iters": NUM_STEPS, "seed": 7, "wlb_packing": "hold"}

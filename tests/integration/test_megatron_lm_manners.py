@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, PATH, launch, logged, needs_megatron_lm
-from trainer_runs import Flags, assert_refused, finish, losses
+from megatron_lm_runs import BOTH, SCRIPT, launch, logged
+from trainer_runs import ROOT, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
     "cpu": (
@@ -89,11 +89,15 @@ def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_script_with_a_loss_or_data_of_its_own_is_refused(corpus: Path, tmp_path: Path) -> None:
     """The untouched script runs in all other tests."""
-    text = Path(PATH or "", "pretrain_gpt.py").read_text()
-    own = text.replace("torch.sum(losses * loss_mask)", "torch.sum(losses**2 * loss_mask)")
-    own = own.replace("dataset_type = GPTFIMDataset", "dataset_type = GPTDataset")
+    text = Path(SCRIPT or ROOT / "megatron_wlb" / "pretrain_gpt.py").read_text()
+    for losses_of, own in (
+        ("torch.sum(losses * loss_mask)", "torch.sum(losses**2 * loss_mask)"),
+        ("losses.view(-1).float() * mask", "losses.view(-1).float() ** 2 * mask"),
+        ("dataset_type = GPTFIMDataset", "dataset_type = GPTDataset"),
+    ):
+        text = text.replace(losses_of, own)
     script = tmp_path / "my_pretrain.py"
-    script.write_text(own)
+    script.write_text(text)
     flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "train_iters": 1}
     ended = launch(tmp_path, 1, flags, script=script).wait()
     assert ended.code == ConfigError.exit_code, ended.output

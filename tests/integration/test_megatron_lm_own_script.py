@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_lm_runs import needs_megatron_lm
+import pytest
 
 from megatron_wlb.runtime.compat import script, targets
 from megatron_wlb.runtime.compat.source import MegatronSource
@@ -30,7 +30,7 @@ def functions_of(path: Path) -> dict[str, Any]:
     return made
 
 
-@needs_megatron_lm
+@pytest.mark.checkout
 def test_megatrons_own_script_is_known() -> None:
     """If it is not, and computes what the last one did: the new ones go into the table."""
     source = MegatronSource.at(os.environ["MEGATRON_LM_PATH"])

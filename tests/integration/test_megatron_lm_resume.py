@@ -21,13 +21,12 @@ from megatron_lm_runs import (
     TP2_SP,
     launch,
     logged,
-    needs_megatron_lm,
 )
 from trainer_runs import Flags, assert_refused, finish, losses, num_lines, tracked
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 NUM_STEPS = 8
 SMALL_DEEPSEEK = Path(__file__).parents[2] / "configs" / "small" / "deepseek.yaml"

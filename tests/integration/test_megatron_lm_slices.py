@@ -15,13 +15,12 @@ from megatron_lm_runs import (
     Flags,
     assert_equal_steps,
     launch,
-    needs_megatron_lm,
 )
 from trainer_runs import finish, losses, start
 
 from megatron_wlb.reading import shipped
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 ROUNDING = 1e-6
 """Relative, of losses: fp32 sums of a thousand token losses, summed in another order."""

@@ -23,12 +23,11 @@ from megatron_lm_runs import (
     Flags,
     launch,
     logged,
-    needs_megatron_lm,
     validations,
 )
 from trainer_runs import evaluations, finish, losses, read_metrics, start
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 ROUNDING = 1e-6
 """Relative, of losses: fp32 sums of a thousand token losses, summed in another order."""

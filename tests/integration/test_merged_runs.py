@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.layouts import further
-from megatron_lm_runs import BOTH, DP2, EXPERTS, launch, needs_megatron_lm, validations
+from megatron_lm_runs import BOTH, DP2, EXPERTS, launch, validations
 from trainer_runs import TINY, Flags, evaluations, finish, losses, read_metrics, start
 
 from megatron_wlb.data.corpus import build_corpus
@@ -101,7 +101,7 @@ def test_run_that_merges_has_the_losses_of_one_that_does_not(
         assert counts[0] == counts[1]
 
 
-@needs_megatron_lm
+@pytest.mark.launcher
 @pytest.mark.parametrize("model", [further({}), EXPERTS | {"expert_model_parallel_size": 2}])
 def test_launcher_merges_as_the_embedded_trainer(
     model: Flags, corpus: Path, tmp_path: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, LAYOUTS, PATH, PP2, launch, needs_megatron_lm, validations
+from megatron_lm_runs import BOTH, LAYOUTS, PATH, PP2, launch, validations
 from trainer_runs import Flags, assert_refused, evaluations, finish, losses, start
 
 from megatron_wlb.errors import CheckpointError, ConfigError
@@ -31,7 +31,7 @@ def test_mock_data_need_no_megatron_lm_and_resume_exactly(tmp_path: Path) -> Non
     assert losses(tmp_path / "resumed") == expected
 
 
-@needs_megatron_lm
+@pytest.mark.launcher
 def test_mock_data_are_the_embedded_trainers_in_another_layout(tmp_path: Path) -> None:
     """As many stages, which decide the first weights, but more ranks that share documents."""
     flags = MOCK | {"wlb_packing": "original", "eval_interval": 2, "eval_iters": 2}
@@ -49,7 +49,7 @@ def test_mock_data_are_the_embedded_trainers_in_another_layout(tmp_path: Path) -
 
 
 @pytest.mark.long
-@needs_megatron_lm
+@pytest.mark.launcher
 def test_mock_data_of_other_lengths_train_otherwise(tmp_path: Path) -> None:
     """Negative control of the equalities above, and a resumed run of the launcher."""
     lengths = tmp_path / "lengths.txt"
@@ -70,7 +70,7 @@ def test_mock_data_of_other_lengths_train_otherwise(tmp_path: Path) -> None:
         assert abs(loss - ours[step]) > 100 * ROUNDING * loss
 
 
-@needs_megatron_lm
+@pytest.mark.launcher
 def test_mock_data_beside_a_corpus_are_refused(tmp_path: Path) -> None:
     refused = launch(tmp_path, 1, MOCK | {"train_data_path": "a"}).wait()
     assert_refused(refused, ConfigError.exit_code, "--mock-data", "leave one of them out")

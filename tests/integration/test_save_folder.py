@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from megatron_lm_runs import BOTH, launch, needs_megatron_lm
+import pytest
+from megatron_lm_runs import BOTH, launch
 from trainer_runs import (
     TINY,
     Flags,
@@ -93,7 +94,7 @@ def test_workers_end_when_torchrun_is_killed(tmp_path: Path, corpus: Path) -> No
     save_lock.release_all()
 
 
-@needs_megatron_lm
+@pytest.mark.launcher
 def test_launcher_is_refused_a_folder_in_use(tmp_path: Path, corpus: Path) -> None:
     flags = BOTH | ENDLESS | SAVING | {"data_path": corpus, "wlb_packing": "hold"}
     flags |= {"save_interval": 50_000}
