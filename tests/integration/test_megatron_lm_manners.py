@@ -8,7 +8,7 @@ import pytest
 from megatron_lm_runs import BOTH, SCRIPT, launch, logged
 from trainer_runs import ROOT, Flags, assert_refused, finish, losses
 
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
 
 pytestmark = pytest.mark.launcher
 
@@ -54,6 +54,21 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ConfigError.exit_code,
         ["--wlb-hardware", "none.yaml", "wlb profile"],
     ),
+    "cost": (
+        {"wlb_cost": "none.json"},
+        ConfigError.exit_code,
+        ["--wlb-cost none.json", "give the path"],
+    ),
+    "tau": (
+        {"wlb_hold_tau": 0},
+        ConfigError.exit_code,
+        ["--wlb-hold-tau is 0.0", "it must be in [1, inf)"],
+    ),
+    "kernel": (
+        {"wlb_attention_kernel": "flash-attn-2"},
+        CompatibilityError.exit_code,
+        ["--wlb-attention-kernel flash-attn-2 cannot run", "it needs a GPU", "leave it at"],
+    ),
     "no-validation": (
         {"split": "1", "eval_iters": 1, "train_iters": 1},
         ConfigError.exit_code,
@@ -63,6 +78,11 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         {"load": "nowhere", "save": "ck"},
         CheckpointError.exit_code,
         ["--load nowhere does not exist", "give the folder of a --save"],
+    ),
+    "load-file": (
+        {"load": __file__},
+        CheckpointError.exit_code,
+        [f"{Path(__file__).name} is not a folder", "--save"],
     ),
 }
 
@@ -74,7 +94,7 @@ def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path:
     ended = finished.wait()
     assert_refused(ended, exit_code, *fragments)
     assert "usage:" not in ended.output
-    if name != "no-validation":  # which takes the corpora to know
+    if name not in ("no-validation", "kernel"):  # which take the corpora to know
         assert "> initializ" not in ended.output, "a process group was made before"
 
 
