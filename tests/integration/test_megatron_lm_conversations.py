@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with ``--sft``: its tokens and masks, our packing."""
+"""The launcher with ``--sft``: Megatron's tokens and masks, our packing."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ CASES = [
     # A feature, processes, and a layout.
     ("hold", 2, PP2_VPP2),
     further("hold", 2, PP2),
-    ("hold", 2, TP2_SP),
+    ("hold", 2, TP2_SP | {"wlb_verify_shapes": True}),
     further("hold", 2, CP2),
     further("hold", 2, DP2),
     ("hold", 8, PP2_CP2),

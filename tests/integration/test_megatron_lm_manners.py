@@ -1,4 +1,4 @@
-"""The launcher's manners with Megatron-LM's own script: what it refuses, warns of and explains."""
+"""The launcher's manners: what it refuses, warns of and explains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with fill-in-the-middle: the same in every layout."""
+"""The launcher with fill-in-the-middle: the same in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with ``--wlb-loss``: a loss of the user's own."""
+"""The launcher with ``--wlb-loss``: a loss of the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` on documents in slices."""
+"""The launcher on documents in slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with strategies: replicas of other layouts in each step."""
+"""The launcher with strategies: replicas of other layouts in each step."""
 
 from __future__ import annotations
 

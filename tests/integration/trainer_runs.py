@@ -252,7 +252,7 @@ def _new_log(folder: Path) -> Path:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that steps and evaluations wrote, in order; none of a last one without its end."""
+    """The lines that steps wrote, in order; none of a last one without its end."""
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)
@@ -261,11 +261,6 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def losses(path: Path) -> dict[int, float]:
     """Loss of each iteration; of those that ran more than once, the last time."""
     return {line["iteration"]: line["loss"] for line in read_metrics(path) if "loss" in line}
-
-
-def evaluations(path: Path) -> list[float]:
-    """The loss of each evaluation."""
-    return [line["valid_loss"] for line in read_metrics(path) if "valid_loss" in line]
 
 
 def num_lines(path: Path) -> int:
