@@ -43,15 +43,14 @@ def newest_step(root: str | os.PathLike[str]) -> int | None:
 
 
 def latest(root: str | os.PathLike[str]) -> int | None:
-    """The newest whole checkpoint's iteration; None where there is none yet, or one that Megatron
-    calls a release, which has weights alone.
+    """The newest whole checkpoint's iteration; None where there is none yet.
 
     Raises :class:`CheckpointError` where the folder is a file, or the tracker cannot be read, holds
     no number, or names a checkpoint that is not there.
     """
     if Path(root).exists() and not Path(root).is_dir():
         raise CheckpointError(f"--load {root} is not a folder; give the folder of a --save")
-    if (text := tracked(root)) in (None, "release"):
+    if (text := tracked(root)) is None:
         return None
     tracker = Path(root) / TRACKER
     if (step := newest_step(root)) is None:
