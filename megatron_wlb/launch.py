@@ -124,7 +124,7 @@ def run_script(script: str | None, flags: Sequence[str]) -> None:
 
 
 def _find_megatron(script: str | None) -> None:
-    """Puts the folder of a script first, as Python does: the ``megatron`` of a checkout is there."""
+    """Puts the folder of a script first, as Python does: a checkout's ``megatron`` is there."""
     if script is not None:
         sys.path[0] = str(Path(script).resolve().parent)
 

@@ -37,7 +37,7 @@ def loss_sum(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def forward_step(batches: Iterator[Any], model: Callable[..., torch.Tensor]) -> Any:
-    """The output of a micro-batch, and what makes a loss of it: Megatron's ``forward_step_func``."""
+    """A micro-batch's output, and what makes a loss of it: Megatron's ``forward_step_func``."""
     read = next(batches)
     batch = {name: read[name].cuda(non_blocking=True) for name in INPUTS}
     group = parallel_state.get_context_parallel_group()

@@ -4,7 +4,7 @@
 Ranks are killed or stopped in each part of a step, disks are full, files damaged, folders shared.
 A case ends as one of: resumed equal, refused clearly, hung, silent, lost; or not struck, where the
 machine is too busy for it. Ends with status 1 unless all are of the first two. Outcomes are added
-to those that --out has, and the table is of all of them. The launcher needs MEGATRON_LM_PATH.
+to those that --out has, and the table is of all of them.
 
     scripts/evidence/fault_matrix.py --seed 1 --out faults.json
 """
@@ -12,7 +12,6 @@ to those that --out has, and the table is of all of them. The launcher needs MEG
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -34,52 +33,45 @@ OUTCOMES = ("resumed equal", "refused clearly", "hung", "silent", "lost", "not s
 
 
 def main() -> int:
-    from fault_runs import CASES, LAYOUTS, ONLY, STARTERS, Bench, Outcome, attempt
+    from fault_runs import CASES, LAYOUTS, Bench, Outcome, attempt
 
     parser = parser_of(__doc__)
     parser.add_argument(
         "--seed", type=int, default=1, help="draws rank, step and file that a fault strikes"
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    parser.add_argument("--trainers", nargs="+", choices=STARTERS, default=["embedded"])
+    parser.add_argument("--trainers", nargs="+", choices=["launcher"], help="there is one")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after these")
     parser.add_argument("--out", type=Path, metavar="FILE", help="outcomes, as JSON; it grows")
     parser.add_argument("--missing", action="store_true", help="leave out cases that --out has")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON to stdout")
     args = parser.parse_args()
-    if "launcher" in args.trainers and not os.environ.get("MEGATRON_LM_PATH"):
-        parser.error("--trainers launcher needs MEGATRON_LM_PATH, a checkout of Megatron-LM")
     stop_s = time.monotonic() + 60 * args.minutes
     done = known(args.out, Outcome)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         bench = Bench(Path(folder))
-        for trainer in args.trainers:
-            cases, layouts = (
-                [name for name in names if ONLY.get(name, trainer) == trainer]
-                for names in (args.cases, args.layouts)
-            )
-            for number, case in enumerate(cases):
-                if time.monotonic() > stop_s or not layouts:
-                    continue
-                layout = layouts[(number + args.seed) % len(layouts)]
-                if args.missing and (case, trainer, layout, args.seed) in done:
-                    continue
-                one = attempt(bench, case, trainer, layout, args.seed)
-                done[case, trainer, layout, args.seed] = one
-                tell(one)
-                if args.out:
-                    write_text(args.out, as_json(done.values()))
+        for number, case in enumerate(args.cases):
+            if time.monotonic() > stop_s:
+                break
+            layout = args.layouts[(number + args.seed) % len(args.layouts)]
+            if args.missing and (case, layout, args.seed) in done:
+                continue
+            one = attempt(bench, case, layout, args.seed)
+            done[case, layout, args.seed] = one
+            tell(one)
+            if args.out:
+                write_text(args.out, as_json(done.values()))
     print(as_json(done.values()) if args.json else "\n" + table(done.values()))
     return int(any(one.outcome not in OUTCOMES[:2] for one in done.values()))
 
 
-def known(file: Path | None, kind: type[Any]) -> dict[tuple[str, str, str, int], Any]:
-    """The outcomes that the file has, by case, trainer, layout and seed."""
+def known(file: Path | None, kind: type[Any]) -> dict[tuple[str, str, int], Any]:
+    """The outcomes that the file has, by case, layout and seed."""
     if file is None or not file.exists():
         return {}
     read = (kind(**values) for values in json.loads(read_text(file)))
-    return {(one.case, one.trainer, one.layout, one.seed): one for one in read}
+    return {(one.case, one.layout, one.seed): one for one in read}
 
 
 def as_json(done: Iterable[Any]) -> str:
@@ -88,7 +80,7 @@ def as_json(done: Iterable[Any]) -> str:
 
 def tell(one: Any) -> None:
     """Says the outcome, and why it is a bad one, beside the result."""
-    print(f"{one.case:20} {one.trainer:9} {one.layout:9} {one.outcome}", file=sys.stderr)
+    print(f"{one.case:20} {one.layout:9} {one.outcome}", file=sys.stderr)
     if one.outcome not in OUTCOMES[:2]:
         print(f"    {one.why}\n    {one.said}", file=sys.stderr)
 

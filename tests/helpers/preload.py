@@ -6,6 +6,7 @@ Whatever starts threads must stay out of it: a forked process has none of them.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 
@@ -25,9 +26,11 @@ from megatron_wlb.runtime.compat.source import MegatronSource  # noqa: E402
 
 targets.problems(MegatronSource.installed())  # Ranks keep the sources that are read here.
 
-if _checkout := os.environ.get("MEGATRON_LM_PATH"):
-    # Its training loop too; only there: which Megatron a rank finds is for the rank to say.
-    sys.path.insert(0, _checkout)
-    import megatron.training.training  # noqa: F401
+# The training loop too, of the checkout where one is named: which Megatron a rank finds is for the
+# rank to say.
+_places = [*filter(None, [os.environ.get("MEGATRON_LM_PATH")])]
+sys.path[:0] = _places
+import megatron.training.training  # noqa: E402, F401
 
-    sys.path.remove(_checkout)
+for _place in _places:
+    sys.path.remove(_place)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
+import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
 
 import psutil
 
+from megatron_wlb.plan import StepPlan
+
 FLAGS = (
-    "--mock-data --wlb-mock-lengths stdlib --vocab-size 64 --seq-length 256 --global-batch-size 4 "
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --wlb-packing slim --wlb-units 6 "
-    "--wlb-slice-multiple 16 --lr 1e-3 --wlb-device cpu"
+    "--mock-data --wlb-mock-lengths stdlib --tokenizer-type NullTokenizer --vocab-size 64 "
+    "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 4 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --position-embedding-type rope "
+    "--wlb-packing slim --wlb-units 6 --wlb-slice-multiple 16 --lr 1e-3 --lr-decay-style constant "
+    "--wlb-device cpu --distributed-backend gloo --transformer-impl local --no-rope-fusion "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --eval-interval 1000 "
+    "--eval-iters 0"
 )
 EXPERTS = (
     " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
@@ -59,34 +69,36 @@ def train(num_steps: int, seed: int = 1, *, experts: bool = False) -> Trained:
     # oneDNN keeps up to 1024 kernels by their shapes, which are others in each step: some 10 MiB
     # that come bit by bit and are no leak.
     os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
-    from megatron_wlb.runtime.trainer import distributed
-    from megatron_wlb.settings.command_line import parse
+    from megatron_wlb.runtime.megatron_lm import cpu
 
-    flags = FLAGS + EXPERTS * experts
-    config = parse([*flags.split(), "--seed", str(seed)])
-    device = distributed.choose_device(config.wlb.wlb_device)
-    distributed.initialize(config, device)
+    cpu.install()
     import torch
 
-    from megatron_wlb.runtime.trainer.loop import Trainer
+    from megatron_wlb.launch import launch
+    from megatron_wlb.runtime.stepping.step import StepRunner
 
-    trainer, process = Trainer(config, device), psutil.Process()
-    store = trainer.runner.batches.slices
+    process, run_schedule = psutil.Process(), StepRunner.run_schedule
     start_s, slices = time.perf_counter(), 0
     rss: list[float] = []
     tensors: list[int] = []
-    for number in range(num_steps):
-        plan = trainer.planner.next_plan()
-        assert plan is not None
-        loss, _, _ = trainer.train_step(plan)
-        assert loss.mean == loss.mean, f"step {number}: the loss is no number"
-        assert not store.buffers, f"step {number} leaves keys and values of {[*store.buffers]}"
+
+    def measured(runner: StepRunner, plan: StepPlan, *args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal slices
+        result = run_schedule(runner, plan, *args, **kwargs)
+        left = [*runner.batches.slices.buffers]
+        assert not left, f"step {plan.step} leaves keys and values of {left}"
         slices += sum(micro_batch.slice is not None for micro_batch in plan)
-        if (number + 1) * 10 // num_steps > len(rss):
-            del plan, loss
+        if (plan.step + 1) * 10 // num_steps > len(rss):
             gc.collect()
             rss.append(round(process.memory_info().rss / 2**20, 1))
             tensors.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+        return result
+
+    more = f" --train-iters {num_steps} --log-interval {num_steps} --seed {seed + 1}"  # never 0
+    with (
+        mock.patch.object(StepRunner, "run_schedule", measured),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        launch(None, (FLAGS + EXPERTS * experts + more).split())
     seconds = time.perf_counter() - start_s
-    distributed.shutdown()
     return Trained(num_steps, slices, seconds, tuple(rss), tuple(tensors))

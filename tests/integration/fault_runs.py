@@ -20,13 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import megatron_lm_runs
 import psutil
 from fault_points import Fault, prepare
 from helpers.strategy_ranks import strategies_file
 from helpers.texts import write_texts
-from megatron_lm_runs import CP2, DP2, PP2, PP2_VPP2, TP2_SP
-from trainer_runs import Finished, Flags, Run, finish, losses, start, tracked
+from megatron_lm_runs import BOTH, CP2, DP2, PP2, PP2_VPP2, TP2_SP, launch
+from trainer_runs import Finished, Flags, Run, finish, losses, tracked
 
 NUM_STEPS = 6
 HANG_S = 15.0
@@ -38,18 +37,7 @@ ENDED_S = 150.0
 RUN_S = 400.0
 """How long a whole run may take there."""
 
-EMBEDDED: Flags = {
-    "train_iters": NUM_STEPS,
-    "global_batch_size": 8,
-    "seq_length": 256,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "num_attention_heads": 2,
-    "lr_decay_style": "constant",
-    "lr": 1e-2,
-    "wlb_look_ahead": 2,
-}
-LAUNCHER: Flags = megatron_lm_runs.BOTH | {
+RUN: Flags = BOTH | {
     "train_iters": NUM_STEPS,
     "wlb_packing": "hold",
     "wlb_look_ahead": 2,
@@ -91,11 +79,6 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     ),
 }
 STRATEGIES = ("4*tp1:512", "tp2:1k+pp2sliced:1k")
-Starter = Callable[..., Run]
-STARTERS: dict[str, tuple[Starter, Flags]] = {
-    "embedded": (start, EMBEDDED),
-    "launcher": (megatron_lm_runs.launch, LAUNCHER),
-}
 
 
 @dataclass
@@ -103,9 +86,9 @@ class Outcome:
     """What became of a case."""
 
     case: str
-    trainer: str
     layout: str
     seed: int
+    trainer: str = "launcher"
     outcome: str = ""
     """``resumed equal``, ``refused clearly``, ``hung``, ``silent``, ``lost``; or ``not struck``:
     the machine was too busy for the case, which says nothing."""
@@ -121,37 +104,34 @@ class Bench:
     """A folder with a corpus, and the runs without a fault that others are held against."""
 
     folder: Path
-    plain: dict[tuple[str, str], tuple[dict[int, Any], dict[int, float]]] = field(
-        default_factory=dict
-    )
+    plain: dict[str, tuple[dict[int, Any], dict[int, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.corpus = make_corpus(self.folder)
         self.strategies = strategies_file(self.folder, STRATEGIES)
 
-    def flags(self, trainer: str, layout: str) -> tuple[int, Flags]:
+    def flags(self, layout: str) -> tuple[int, Flags]:
         num, more = LAYOUTS[layout]
         more = {"data_path": self.corpus, "wlb_hang_seconds": BUSY_S} | more
         if layout == "strategies":
             more |= {"wlb_strategies": self.strategies}
-        return num, STARTERS[trainer][1] | more | SAVING
+        return num, RUN | more | SAVING
 
-    def expected(self, trainer: str, layout: str) -> tuple[dict[int, Any], dict[int, float]]:
+    def expected(self, layout: str) -> tuple[dict[int, Any], dict[int, float]]:
         """Steps and losses of a run without a fault."""
-        if (trainer, layout) not in self.plain:
-            folder = self.folder / f"plain-{trainer}-{layout}"
-            num, flags = self.flags(trainer, layout)
-            finish(begin(trainer, folder, num, flags))
-            self.plain[trainer, layout] = steps_of(folder), losses(folder / "metrics")
-        return self.plain[trainer, layout]
+        if layout not in self.plain:
+            folder = self.folder / f"plain-{layout}"
+            finish(begin(folder, *self.flags(layout)))
+            self.plain[layout] = steps_of(folder), losses(folder / "metrics")
+        return self.plain[layout]
 
 
-def begin(trainer: str, folder: Path, num: int, flags: Flags, fault: Fault | None = None) -> Run:
+def begin(folder: Path, num: int, flags: Flags, fault: Fault | None = None) -> Run:
     """Starts a run in its folder."""
     folder.mkdir(exist_ok=True)
     prepared = partial(prepare, str(folder / "ledger"), fault)
-    run = STARTERS[trainer][0](folder, num, flags, fault=prepared)
+    run = launch(folder, num, flags, fault=prepared)
     run.deadline = time.monotonic() + RUN_S
     return run
 
@@ -208,14 +188,14 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def attempt(bench: Bench, case: str, trainer: str, layout: str, seed: int) -> Outcome:
+def attempt(bench: Bench, case: str, layout: str, seed: int) -> Outcome:
     """Runs one of :data:`CASES` in a new folder."""
-    done = Outcome(case, trainer, layout, seed)
-    folder = bench.folder / f"{case}-{trainer}-{layout}-{seed}"
+    done = Outcome(case, layout, seed)
+    folder = bench.folder / f"{case}-{layout}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     run = CASES[case]
     try:
-        run(bench, folder, done, random.Random(f"{case} {trainer} {layout} {seed}"))
+        run(bench, folder, done, random.Random(f"{case} launcher {layout} {seed}"))
     except AssertionError as error:
         done.outcome, done.why = done.outcome or "hung", str(error)[-2000:]
     if done.outcome in ("resumed equal", "refused clearly"):
@@ -227,7 +207,7 @@ def struck(
     bench: Bench, folder: Path, done: Outcome, dice: random.Random, *, kind: str, point: str
 ) -> None:
     """A fault strikes a process in the middle of a run, which is started again."""
-    num, flags = bench.flags(done.trainer, done.layout)
+    num, flags = bench.flags(done.layout)
     rank, step = dice.randrange(num), dice.randint(1, 4)
     most = 1 if done.layout == "strategies" else 4  # calls of a rank that are sure to come
     call = dice.randint(1, most) if point in ("forward", "backward", "read") else 1
@@ -237,7 +217,7 @@ def struck(
         flags = flags | {"async_save": True}
     if kind == "stop":
         flags = flags | {"wlb_hang_seconds": HANG_S}
-    run = begin(done.trainer, folder, num, flags, fault)
+    run = begin(folder, num, flags, fault)
     while not Path(fault.struck).exists() and run.poll() is None:
         run.sleep(0.01)
     done.ended_s = await_end(run, ENDED_S)
@@ -269,8 +249,8 @@ PLACE = r"step \d+: .*(pass|micro-batch|beginning)|plan of|checkpoint after|a ch
 
 def resume(bench: Bench, folder: Path, done: Outcome, **changed: Any) -> None:
     """Starts the run again, and judges."""
-    num, flags = bench.flags(done.trainer, done.layout)
-    run = begin(done.trainer, folder, num, flags | changed)
+    num, flags = bench.flags(done.layout)
+    run = begin(folder, num, flags | changed)
     finished = run.wait()
     if finished.code:
         done.said += finished.errors
@@ -283,7 +263,7 @@ def resume(bench: Bench, folder: Path, done: Outcome, **changed: Any) -> None:
 
 def compare(bench: Bench, folder: Path, done: Outcome) -> None:
     """Holds what was trained, and its losses, against the run without a fault."""
-    steps, expected = bench.expected(done.trainer, done.layout)
+    steps, expected = bench.expected(done.layout)
     found = steps_of(folder)
     if documents(found) != documents(steps):
         done.outcome, done.why = "lost", "other documents than without the fault"
@@ -302,8 +282,8 @@ def documents(steps: dict[int, Any]) -> Counter[tuple[int, ...]]:
 
 def stopped_after_four(bench: Bench, folder: Path, done: Outcome) -> Path:
     """A run that was to end after step 4; the folder of its newest checkpoint."""
-    num, flags = bench.flags(done.trainer, done.layout)
-    finish(begin(done.trainer, folder, num, flags | {"exit_interval": 4}))
+    num, flags = bench.flags(done.layout)
+    finish(begin(folder, num, flags | {"exit_interval": 4}))
     return folder / "run" / "iter_0000004"
 
 
@@ -366,8 +346,8 @@ def damaged_corpus(
     for path in bench.folder.glob("texts.*"):
         shutil.copy(path, folder)
     own = {"data_path": folder / "texts"}
-    num, flags = bench.flags(done.trainer, done.layout)
-    finish(begin(done.trainer, folder, num, flags | own | {"exit_interval": 4}))
+    num, flags = bench.flags(done.layout)
+    finish(begin(folder, num, flags | own | {"exit_interval": 4}))
     path = folder / f"texts{suffix}"
     if damage == "another":
         other = make_corpus(folder, "other", seed=8)
@@ -387,11 +367,11 @@ def damaged_corpus(
 def other_world(bench: Bench, folder: Path, done: Outcome, dice: random.Random) -> None:
     """One process more than the checkpoint is of: refused, or the same documents."""
     stopped_after_four(bench, folder, done)
-    num, flags = bench.flags(done.trainer, done.layout)
-    finished = begin(done.trainer, folder, 2 * num, flags).wait()
+    num, flags = bench.flags(done.layout)
+    finished = begin(folder, 2 * num, flags).wait()
     done.said += finished.errors
     if finished.code == 0:
-        found, expected = documents(steps_of(folder)), bench.expected(done.trainer, done.layout)[0]
+        found, expected = documents(steps_of(folder)), bench.expected(done.layout)[0]
         done.outcome = "resumed equal" if found == documents(expected) else "lost"
     elif len(finished.errors) == 1 and not traceback_of(finished):
         resume(bench, folder, done)
@@ -403,11 +383,11 @@ def two_runs(
     bench: Bench, folder: Path, done: Outcome, dice: random.Random, *, shared: str
 ) -> None:
     """A second run in the folder, or with the metrics file alone, is refused; the first goes on."""
-    num, flags = bench.flags(done.trainer, done.layout)
-    first = begin(done.trainer, folder, num, flags, sleepy(folder))
+    num, flags = bench.flags(done.layout)
+    first = begin(folder, num, flags, sleepy(folder))
     first.wait_until((folder / "struck").exists, 0.01)
     alone = {} if shared == "save" else dict.fromkeys(("save", "load", "save_interval"))
-    second = begin(done.trainer, folder / "second", num, {
+    second = begin(folder / "second", num, {
         **flags, **alone,
         **({"save": folder / "run", "load": folder / "run"} if shared == "save" else {}),
         "wlb_metrics": folder / "metrics" if shared == "metrics" else "own",
@@ -429,9 +409,9 @@ def sleepy(folder: Path) -> Fault:
 
 def asked_to_leave(bench: Bench, folder: Path, done: Outcome, dice: random.Random) -> None:
     """SIGTERM with ``--exit-signal-handler``: a checkpoint, and an end without an error."""
-    num, flags = bench.flags(done.trainer, done.layout)
+    num, flags = bench.flags(done.layout)
     fault = Fault("term", "backward", dice.randrange(num), 2, 2, str(folder / "struck"))
-    run = begin(done.trainer, folder, num, flags | {"exit_signal_handler": True}, fault)
+    run = begin(folder, num, flags | {"exit_signal_handler": True}, fault)
     run.wait_until(Path(fault.struck).exists, 0.01)
     done.ended_s = await_end(run, ENDED_S)
     if done.ended_s is None or run.poll() or tracked(folder / "run") not in range(1, NUM_STEPS):
@@ -468,6 +448,3 @@ CASES: dict[str, Case] = {
     "other-world": other_world,
     **{f"two-runs-{shared}": partial(two_runs, shared=shared) for shared in ("save", "metrics")},
 }  # fmt: skip
-ONLY = {"async-write": "launcher", "strategies": "launcher"}
-"""Cases and layouts of one trainer: the embedded one saves in the foreground, and strategies run in
-it alone."""

@@ -1,4 +1,8 @@
-"""Runs of Megatron-LM's own ``pretrain_gpt.py``: with the launcher, and without it."""
+"""Runs of the launcher, and of Megatron-LM without it.
+
+They train with the loop of the installed megatron-core; with a checkout's own ``pretrain_gpt.py``
+where ``MEGATRON_LM_PATH`` names one.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,15 @@ from types import ModuleType
 import pytest
 from trainer_runs import Finished, Flags, Run, read_metrics, start
 
+from megatron_wlb.launch import STAND_IN
 from megatron_wlb.settings.command_line import megatron_flags
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
-needs_megatron_lm = pytest.mark.launcher
+SCRIPT = f"{PATH}/pretrain_gpt.py" if PATH else None
+"""What the launcher is given; without one it runs its own."""
 
 WINDOW = 128
 BOTH: Flags = {
-    # What the embedded trainer is told too.
     "num_layers": 4,
     "hidden_size": 32,
     "num_attention_heads": 2,
@@ -40,14 +45,8 @@ BOTH: Flags = {
 }
 
 
-def knows(name: str) -> bool:
-    """Whether the checkout's version has a flag, named as its attribute."""
-    files = Path(PATH or "", "megatron/training").rglob("*.py") if PATH else ()
-    return any(name in file.read_text(encoding="utf-8") for file in files)
-
-
 MEGATRON_LM: Flags = {
-    # What only Megatron-LM asks for, to be on the CPU what the embedded trainer is.
+    # For a small model on a CPU.
     "tokenizer_type": "NullTokenizer",
     "vocab_size": 255,  # and one for the end of documents
     "distributed_backend": "gloo",
@@ -150,20 +149,19 @@ def launch(
     flags: Flags,
     *,
     fault: Callable[[], None] | None = None,
-    script: Path | None = None,
+    script: str | Path | None = SCRIPT,
 ) -> Run:
-    """``torchrun -m megatron_wlb.launch pretrain_gpt.py``, with ranks forked.
-
-    ``script`` takes the place of the checkout's own.
-    """
-    program = functools.partial(_launch, script=script)
+    """``torchrun -m megatron_wlb.launch [SCRIPT]``, with ranks forked."""
+    program = functools.partial(launched, script=script)
     return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=program)
 
 
 def run_without_launcher(
     folder: Path, num_processes: int, flags: Flags, *, fault: Callable[[], None] | None = None
 ) -> Run:
-    """``torchrun pretrain_gpt.py`` on a machine that passes for one with a GPU."""
+    """``torchrun pretrain_gpt.py``, which is stock Megatron, on a machine that passes for one with
+    a GPU.
+    """
     # Workers of its data loader would be handed a function that cannot be pickled.
     flags = MEGATRON_LM | {"num_workers": 0} | flags
     return start(folder, num_processes, flags, fault=fault, program=_run_alone)
@@ -198,7 +196,7 @@ def install_and_uninstall(_argv: list[str]) -> int:
     """Installs twice and uninstalls, and looks at every name of `megatron.training`."""
     from megatron_wlb.runtime.megatron_lm import cpu
 
-    sys.path[0] = str(PATH)
+    _find_checkout()
     cpu.install()
     import megatron.training
     from megatron.core.models.gpt import GPTModel
@@ -236,12 +234,12 @@ def install_and_uninstall(_argv: list[str]) -> int:
     return 0
 
 
-def _launch(argv: list[str], script: Path | None = None) -> int:
+def launched(argv: list[str], script: str | Path | None = SCRIPT) -> int:
     from megatron_wlb.launch import main
 
-    if script is not None:  # a copy somewhere else, which PYTHONPATH tells of the checkout
-        sys.path.append(str(PATH))
-    return main([str(script or f"{PATH}/pretrain_gpt.py"), *argv])
+    if PATH and script != SCRIPT:  # a copy somewhere else, which PYTHONPATH tells of the checkout
+        sys.path.append(PATH)
+    return main([*([str(script)] if script else []), *argv])
 
 
 def _run_alone(argv: list[str]) -> int:
@@ -250,7 +248,15 @@ def _run_alone(argv: list[str]) -> int:
     from megatron_wlb.runtime.megatron_lm import cpu
 
     sys.argv = ["pretrain_gpt.py", *argv]
-    sys.path[0] = str(PATH)
+    _find_checkout()
     cpu.install()
-    runpy.run_path(f"{PATH}/pretrain_gpt.py", run_name="__main__")
+    if SCRIPT:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    else:
+        runpy.run_module(STAND_IN, run_name="__main__")
     return 0
+
+
+def _find_checkout() -> None:
+    if PATH:
+        sys.path[0] = PATH

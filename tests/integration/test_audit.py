@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import Flags, finish, num_lines, read_metrics, start, tracked
+from megatron_lm_runs import BOTH, DP2, launch
+from trainer_runs import Flags, finish, num_lines, read_metrics, tracked
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.planning.ledger.lines import LENGTH, NAME, decode, encode, read, seal
 
-FLAGS: Flags = {
-    "train_iters": 9,
-    "global_batch_size": 4,
-    "seq_length": 512,
-    "hidden_size": 16,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "wlb_look_ahead": 2,
-    "eval_interval": 3,
+pytestmark = pytest.mark.launcher
+
+FLAGS: Flags = BOTH | {
+    "train_iters": 8,
+    "wlb_packing": "hold",
+    "wlb_look_ahead": 1,
+    "iterations_to_skip": [1],
+    "eval_interval": 4,
     "eval_iters": 1,
-    "split": "90,10,0",
     "save": "checkpoints",
     "load": "checkpoints",
-    "save_interval": 2,
+    "save_interval": 3,
     "wlb_metrics": "metrics",
 }
+FORMATS: dict[str, Flags] = {"torch_dist": DP2 | {"bf16": True}, "torch": {}}
 
 
 def audited(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> tuple[int, Any]:
@@ -37,36 +37,55 @@ def audited(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> tu
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """The folder of a run that was killed after a step that it had not saved, and finished."""
-    folder = tmp_path_factory.mktemp("audited")
-    flags = FLAGS | {"data_path": corpus}
-    killed = start(folder, 1, flags | {"save_interval": 4})
-    ledger = folder / "checkpoints" / NAME
-
-    killed.wait_until(lambda: tracked(ledger.parent) > 0 and num_lines(ledger) >= 1 + 6)
+def killed_and_finished(folder: Path, corpus: Path, ckpt_format: str) -> int:
+    """Kills a run after a step that it has not saved, tears its ledger, and runs it to its end;
+    where that can be, at half the ranks. The step that it went on from.
+    """
+    flags = FLAGS | FORMATS[ckpt_format] | {"data_path": corpus, "ckpt_format": ckpt_format}
+    killed, ledger = launch(folder, 2, flags), folder / "checkpoints" / NAME
+    killed.wait_until(lambda: tracked(ledger.parent) > 0 and num_lines(ledger) >= 1 + 4)
     killed.kill()
-    assert tracked(ledger.parent) == 4
     with ledger.open("ab") as stream:
         stream.write(b"0badc0de {torn")
-    finish(start(folder, 1, flags))
+    resumed = tracked(ledger.parent)
+    finish(launch(folder, 1 if ckpt_format == "torch_dist" else 2, flags))
+    return resumed
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The folder of such a run."""
+    folder = tmp_path_factory.mktemp("audited")
+    (folder / "resumed").write_text(str(killed_and_finished(folder, corpus, "torch_dist")))
     return folder
+
+
+def assert_each_token_once(
+    folder: Path, resumed: int, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = audited(capsys, folder / "checkpoints", "--replay")
+    assert code == 0, report
+    assert (report["lost"]["number"], report["twice"]["number"]) == (0, 0)
+    assert (report["steps"], report["restarts"], report["proven_until"]) == (8, 1, 8)
+    assert report["rolled_back"] >= 4 - resumed
+    assert (report["skipped"], report["replayed"]) == (1, 8)
+    last = {m["iteration"]: m for m in read_metrics(folder / "metrics")}
+    assert report["tokens"] >= sum(step["tokens"] for step in last.values())  # one is skipped
+    assert report["waiting"] >= last[8]["waiting_documents"]
+    assert list(report["epochs"]) == [str(corpus)]
 
 
 def test_killed_run_trains_each_token_once(
     run: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = audited(capsys, run / "checkpoints", "--replay")
-    assert code == 0, report
-    assert (report["lost"]["number"], report["twice"]["number"]) == (0, 0)
-    assert (report["steps"], report["restarts"], report["proven_until"]) == (9, 1, 9)
-    assert report["rolled_back"] >= 2
-    assert report["replayed"] == 9
-    last = {m["iteration"]: m for m in read_metrics(run / "metrics") if "loss" in m}
-    assert report["tokens"] == sum(step["tokens"] for step in last.values())
-    assert report["waiting"] >= last[9]["waiting_documents"]
-    assert list(report["epochs"]) == [str(corpus)]
+    assert_each_token_once(run, int((run / "resumed").read_text()), corpus, capsys)
+
+
+def test_killed_run_of_the_other_format_trains_each_token_once(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resumed = killed_and_finished(tmp_path, corpus, "torch")
+    assert_each_token_once(tmp_path, resumed, corpus, capsys)
 
 
 def test_audit_tells_what_it_found_in_a_few_lines(
@@ -74,7 +93,7 @@ def test_audit_tells_what_it_found_in_a_few_lines(
 ) -> None:
     assert main(["audit", str(run / "checkpoints")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("steps      9 (1 to 9), 1 restarts, which ran ")
+    assert lines[0].startswith("steps      8 (1 to 8), 1 restarts, which ran ")
     assert lines[-2:] == ["lost       0", "twice      0"]
     assert len(lines) == 6
 
@@ -133,7 +152,7 @@ def test_run_without_a_ledger_has_nothing_to_audit(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = FLAGS | {"data_path": corpus, "train_iters": 2, "wlb_no_ledger": True}
-    finish(start(tmp_path, 1, flags))
+    finish(launch(tmp_path, 1, flags))
     assert not (tmp_path / "checkpoints" / NAME).exists()
     assert main(["audit", str(tmp_path / "checkpoints")]) == CheckpointError.exit_code
     assert "give the folder of a --save" in capsys.readouterr().err

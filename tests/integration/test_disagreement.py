@@ -13,22 +13,14 @@ import megatron_lm_runs
 import pytest
 from helpers.layouts import further
 from helpers.strategy_ranks import strategies_file
-from megatron_lm_runs import CP2, DP2, PP2, TP2_SP, needs_megatron_lm
+from megatron_lm_runs import CP2, DP2, PP2, TP2_SP
 from trainer_runs import ROOT, Flags, command_line, start
 
 from megatron_wlb.errors import PlanError
 
-EMBEDDED: Flags = {
-    "train_iters": 6,
-    "global_batch_size": 8,
-    "seq_length": 512,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "num_attention_heads": 2,
-    "wlb_hardware": "machine.yaml",
-    "wlb_cost": "cost.yaml",
-}
-LAUNCHER = megatron_lm_runs.BOTH | {"train_iters": 6, "wlb_packing": "hold"}
+pytestmark = pytest.mark.launcher
+
+RUN: Flags = megatron_lm_runs.BOTH | {"train_iters": 4, "wlb_packing": "hold"}
 SLIM: Flags = PP2 | {"wlb_packing": "slim"}
 STRATEGIES: Flags = {"wlb_strategies": ("tp2:512", "pp2:512")}
 ODD = 1
@@ -45,16 +37,14 @@ def old_numpy() -> None:
 
 def other_kernel() -> None:
     from megatron_wlb.runtime.megatron_lm import session
-    from megatron_wlb.runtime.trainer import loop
 
-    stock = loop.settle_kernel  # in which ranks meet
+    stock = session.settle_kernel  # in which ranks meet
 
     def settle_kernel(*args: Any) -> str:
         stock(*args)
         return "another"
 
-    for module in (loop, session):
-        module.settle_kernel = settle_kernel  # type: ignore[attr-defined]
+    session.settle_kernel = settle_kernel
 
 
 def other_plan() -> None:
@@ -80,14 +70,9 @@ def only_in_odd_rank(fault: Callable[[], None]) -> None:
         fault()
 
 
-def program_with(others: list[str], launches: bool, argv: list[str]) -> int:
-    """The trainer, of which one rank has other flags behind its own."""
-    argv = argv + others if os.environ["RANK"] == str(ODD) else argv
-    if launches:
-        return megatron_lm_runs._launch(argv)
-    from megatron_wlb.pretrain_gpt import main
-
-    return main(argv)
+def program_with(others: list[str], argv: list[str]) -> int:
+    """The launcher, of which one rank has other flags behind its own."""
+    return megatron_lm_runs.launched(argv + others if os.environ["RANK"] == str(ODD) else argv)
 
 
 FAULTS: dict[str, Flags | Callable[[], None]] = {
@@ -138,64 +123,42 @@ def write_files(folder: Path, corpus: Path) -> None:
     (folder / "other-bytes.bin").write_bytes(stored)
 
 
-def refused(folder: Path, corpus: Path, name: str, trainer: str, layout: Flags) -> None:
-    """Runs a case in ``folder``, which must end with the error that it should have."""
-    launches = trainer == "launcher"
-    flags = (LAUNCHER if launches else EMBEDDED) | {"data_path": corpus} | layout
-    num = 2
-    if "wlb_strategies" in layout:
-        flags |= {"wlb_strategies": strategies_file(folder, layout["wlb_strategies"], num)}
-        flags |= {"wlb_packing": None, "wlb_hardware": "machine.yaml"}
-    write_files(folder, corpus)
-    fault = FAULTS[name]
-    others = command_line(fault) if isinstance(fault, dict) else []
-    before = None if isinstance(fault, dict) else partial(only_in_odd_rank, fault)
-    all_flags = (megatron_lm_runs.MEGATRON_LM | flags) if launches else flags
-    program = partial(program_with, others, launches)
-    finished = start(folder, num, all_flags, fault=before, program=program).wait()
-    assert finished.code == PlanError.exit_code, finished.output
-    assert finished.errors, finished.output
-    for line in finished.errors:  # of each rank that had the time to tell
-        for fragment in (f"rank {ODD} (host ", *SAID[name]):
-            assert fragment in line, line
-    assert "Traceback" not in finished.output, finished.output
+MACHINE: Flags = {"wlb_hardware": "machine.yaml"}
+COST: Flags = {"wlb_cost": "cost.yaml"}
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("numpy", DP2),
-        ("corpus", DP2),
-        ("kernel", TP2_SP),
-        *(further(*each) for each in [
-            ("layout", PP2), ("byte", PP2),
-            ("seed", PP2), ("hardware", CP2), ("cost", SLIM), ("corpus", CP2),
-            ("byte", TP2_SP), ("byte", SLIM), ("kernel", PP2),
-            ("plan", PP2), ("plan", DP2), ("plan", CP2),
-        ]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_rank_that_differs_is_named(tmp_path: Path, corpus: Path, name: str, layout: Flags) -> None:
-    refused(tmp_path, corpus, name, "embedded", layout)
-
-
-@needs_megatron_lm
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("layout", PP2),
         ("byte", PP2),
         ("plan", DP2),
+        ("numpy", DP2),
+        ("corpus", DP2),
+        ("kernel", TP2_SP),
         *(further(*each) for each in [
-            ("seed", DP2), ("numpy", PP2), ("corpus", PP2), ("kernel", DP2), ("byte", TP2_SP),
-            ("plan", CP2), ("seed", STRATEGIES), ("numpy", STRATEGIES), ("hardware", STRATEGIES),
-            ("corpus", STRATEGIES), ("byte", STRATEGIES),
+            ("seed", DP2), ("numpy", PP2), ("corpus", PP2), ("corpus", CP2), ("kernel", DP2),
+            ("hardware", CP2 | MACHINE), ("cost", SLIM | COST), ("byte", TP2_SP), ("byte", SLIM),
+            ("plan", CP2), ("plan", PP2), ("seed", STRATEGIES), ("numpy", STRATEGIES),
+            ("hardware", STRATEGIES), ("corpus", STRATEGIES), ("byte", STRATEGIES),
         ]),
     ],
     ids=str,
 )  # fmt: skip
-def test_rank_that_differs_under_the_launcher_is_named(
-    tmp_path: Path, corpus: Path, name: str, layout: Flags
-) -> None:
-    refused(tmp_path, corpus, name, "launcher", layout)
+def test_rank_that_differs_is_named(tmp_path: Path, corpus: Path, name: str, layout: Flags) -> None:
+    flags = megatron_lm_runs.MEGATRON_LM | RUN | {"data_path": corpus} | layout
+    if "wlb_strategies" in layout:
+        flags |= {"wlb_strategies": strategies_file(tmp_path, layout["wlb_strategies"], 2)}
+        flags |= {"wlb_packing": None} | MACHINE
+    write_files(tmp_path, corpus)
+    fault = FAULTS[name]
+    others = command_line(fault) if isinstance(fault, dict) else []
+    before = None if isinstance(fault, dict) else partial(only_in_odd_rank, fault)
+    program = partial(program_with, others)
+    finished = start(tmp_path, 2, flags, fault=before, program=program).wait()
+    assert finished.code == PlanError.exit_code, finished.output
+    assert finished.errors, finished.output
+    for line in finished.errors:  # of each rank that had the time to tell
+        for fragment in (f"rank {ODD} (host ", *SAID[name]):
+            assert fragment in line, line
+    assert "Traceback" not in finished.output, finished.output

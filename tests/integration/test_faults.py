@@ -10,7 +10,8 @@ import re
 import pytest
 from fault_runs import Bench, attempt
 from helpers.layouts import further
-from megatron_lm_runs import needs_megatron_lm
+
+pytestmark = pytest.mark.launcher
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +42,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_fault_ends_a_run_that_then_goes_on_alike(
     case: str, outcome: str, said: str, bench: Bench
 ) -> None:
-    done = attempt(bench, case, "embedded", "pp2", seed=1)
+    done = attempt(bench, case, "pp2", seed=1)
     assert done.outcome == outcome, done
     assert any(re.search(said, line) for line in done.said), done.said
 
 
 @pytest.mark.long
-@needs_megatron_lm
-def test_full_disk_is_one_line_under_the_launcher(bench: Bench) -> None:
-    done = attempt(bench, "full-write", "launcher", "dp2", seed=1)
+def test_full_disk_is_one_line(bench: Bench) -> None:
+    done = attempt(bench, "full-write", "dp2", seed=1)
     assert done.outcome == "resumed equal", done
     assert re.search(r"error.*: cannot save iteration \d+ to run: .*; free some room", done.said[0])

@@ -9,17 +9,15 @@ from megatron_lm_runs import (
     BOTH,
     LAYOUTS,
     assert_equal_steps,
-    knows,
     launch,
     logged,
-    needs_megatron_lm,
     validations,
 )
 from trainer_runs import Flags, assert_refused, finish
 
 from megatron_wlb.errors import CheckpointError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 NUM_STEPS = 4
 TWO: Flags = BOTH | {"micro_batch_size": 2, "train_iters": NUM_STEPS}
@@ -39,7 +37,6 @@ def test_two_windows_in_a_row_train_as_two_rows(corpus: Path, tmp_path: Path) ->
     assert_refused(other, CheckpointError.exit_code, "4 micro-batches", "--micro-batch-size")
 
 
-@pytest.mark.skipif(not knows("eval_global_batch_size"), reason="this version has no such flag")
 def test_evaluations_have_batches_of_their_own(corpus: Path, tmp_path: Path) -> None:
     """Two steps of half as many windows are the documents of one step, wherever they run."""
     flags = BOTH | {"data_path": corpus, "train_iters": 1, "wlb_packing": "hold"}

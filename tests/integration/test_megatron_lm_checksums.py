@@ -13,13 +13,13 @@ import pytest
 import torch
 from helpers.hostile import OWNED, make_hostile
 from helpers.layouts import further
-from megatron_lm_runs import BOTH, DP2, PP2, launch, needs_megatron_lm
+from megatron_lm_runs import BOTH, DP2, PP2, launch
 from trainer_runs import TRACKER, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving import checksums
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 NUM_STEPS = 4
 REMEDY = f"write 2 into ck/{TRACKER}"

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with ``--sft``: its tokens and masks, our packing."""
+"""The launcher with ``--sft``: Megatron's tokens and masks, our packing."""
 
 from __future__ import annotations
 
@@ -15,26 +15,21 @@ import pytest
 from megatron_lm_runs import (
     BOTH,
     CP2,
-    PATH,
     PP2,
     Flags,
     assert_equal_steps,
     launch,
-    needs_megatron_lm,
 )
 from trainer_runs import assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CheckpointError, CorpusError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 SPECIAL = ["<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
-TEMPLATES = ["nemotron-h-aligned", "nemotron-nano-v2"]
-_LATER = Path(PATH or "", "megatron/core/tokenizers/text/libraries/sft_tokenizer.py")
-if _LATER.exists() and "identity_template" in _LATER.read_text():
-    TEMPLATES += ["identity", "default"]
+TEMPLATES = ["nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]
 WORDS = "the|a|of|sun|moon|runs|12|347|x;|(y),|well\n|/think|no?|yes!|def|f(x):|été"
 
 

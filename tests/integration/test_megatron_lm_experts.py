@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, DP2, EXPERTS, launch, needs_megatron_lm
+from megatron_lm_runs import BOTH, DP2, EXPERTS, launch
 from trainer_runs import Flags, finish, losses
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 EP2: Flags = {"expert_model_parallel_size": 2}
 

@@ -10,14 +10,13 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
     logged,
-    needs_megatron_lm,
     validations,
 )
 from trainer_runs import Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import ConfigError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 UNTIED: Flags = BOTH | {
     "mock_data": True, "train_iters": 4, "wlb_packing": "hold", "clip_grad": 0.5,

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` on plans: every feature in layouts, against one process.
+"""The launcher: every feature in layouts, against one process.
 
 A layout goes on from the checkpoint that the process has saved, with its weights, its documents and
 its pool. Where the form of the optimizer's state differs, it starts from the same weights.
@@ -33,7 +33,7 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
     logged,
-    needs_megatron_lm,
+    validations,
 )
 from trainer_runs import command_line, finish, losses, read_metrics
 
@@ -41,9 +41,11 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.planning.from_config import known_cost, make_planner
 from megatron_wlb.settings.command_line import parse
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 NUM_STEPS, SAVED = 6, 2
+ROUNDING = 2e-6
+"""Relative, of evaluations: fp32 sums in another order, and seven digits in the log."""
 RUN: Flags = BOTH | {"train_iters": NUM_STEPS, "seed": 7, "wlb_packing": "hold"}
 
 
@@ -65,8 +67,10 @@ class Feature:
 
 
 BALANCE = ("seq_load_balancing_loss", "z_loss")
+EVALUATED: Flags = {"eval_interval": 3, "eval_iters": 2}
 FEATURES: dict[str, Feature] = {
     "hold": Feature({}),
+    "blend": Feature({"wlb_packing": "original"} | EVALUATED),
     "two-windows": Feature({"micro_batch_size": 2, "wlb_packing": "wlb"}),
     "numbers": Feature({"wlb_micro_batches": "auto"}),
     "six-layers": Feature({"num_layers": 6}),
@@ -77,17 +81,26 @@ FEATURES: dict[str, Feature] = {
     "experts": Feature(EXPERTS, BALANCE, set_weights),
     # Documents are cut elsewhere where other ranks share the work: they count as a whole.
     "experts-slices": Feature(EXPERTS | SLICES, BALANCE, set_weights),
+    "slices": Feature(SLICES | EVALUATED),
+    "windows-slices": Feature(SLICES | {"window_size": "19,0", "window_attn_skip_freq": 2}),
+    "latents-slices": Feature(SLICES | LATENT),
+    "own-loss-slices": Feature(SLICES | {"wlb_loss": "mine.py", "wlb_max_step_tokens": 0}),
+    "six-layers-slices": Feature(SLICES | {"num_layers": 6}),
 }
 UP_PROJECTED: Flags = {
     "recompute_granularity": "selective", "recompute_modules": "mla_up_proj",
 }  # fmt: skip
 PP4: Flags = {"pipeline_model_parallel_size": 4}
 EP2: Flags = {"expert_model_parallel_size": 2}
+SELECTIVE: Flags = {"recompute_granularity": "selective"}
+TIGHT: Flags = {"wlb_memory_gib": 0.002}
+"""Less than some steps need, unless they recompute, or send activations to the host."""
+HOSTED: Flags = TIGHT | {"wlb_host_gib": 1}
 CASES = [
     # A feature, processes, and a layout.
     ("hold", 2, PP2_VPP2),
     further("hold", 2, PP2),
-    ("hold", 2, TP2_SP),
+    ("hold", 2, TP2_SP | {"wlb_verify_shapes": True}),
     further("hold", 2, CP2),
     further("hold", 2, DP2),
     ("hold", 8, PP2_CP2),
@@ -100,6 +113,14 @@ CASES = [
     ("hold", 2, TP2_SP | {
         "ddp_average_in_collective": True, "cuda_graph_impl": "local", "tp_comm_overlap": True,
     }),
+    *(further("hold", 2, CP2 | {"wlb_cp_sharding": sharding})
+      for sharding in ("per-sequence", "per-document")),
+    ("hold", 2, CP2 | {
+        "wlb_cp_sharding": "hybrid", "wlb_cp_overlap_groups": 2, "wlb_verify_shapes": True,
+    }),
+    ("blend", 2, PP2),
+    further("blend", 2, DP2),
+    further("blend", 8, PP2_CP2),
     ("two-windows", 2, PP2_VPP2),
     further("two-windows", 2, {}),
     further("numbers", 2, PP2),
@@ -115,6 +136,7 @@ CASES = [
     ("six-layers", 2, PP2 | {"pipeline_model_parallel_layout": "Et*3|t||ttL"}),
     ("windows", 2, CP2),
     ("latents", 2, CP2 | UP_PROJECTED),
+    further("latents", 2, TP2_SP | SELECTIVE),
     ("prediction", 2, PP2 | {"pipeline_model_parallel_layout": "Et*3|tmmL"}),
     ("prediction", 2, CP2),
     further("prediction", 2, DP2 | {"overlap_grad_reduce": True}),
@@ -123,6 +145,15 @@ CASES = [
     ("experts", 2, TP2_SP | {"expert_tensor_parallel_size": 1}),
     ("experts", 4, EP2 | PP2 | {"recompute_granularity": "selective", "recompute_modules": "moe"}),
     ("experts-slices", 4, EP2 | PP2),
+    ("slices", 2, PP2_VPP2 | HOSTED),
+    further("slices", 2, PP2_VPP2 | TIGHT),
+    further("slices", 1, TIGHT),
+    ("slices", 2, CP2 | {"wlb_slice_cache": "divided"}),
+    further("slices", 4, PP2 | DP2 | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ("windows-slices", 2, PP2),
+    ("latents-slices", 2, PP2),
+    ("own-loss-slices", 2, PP2),
+    ("six-layers-slices", 4, PP2 | {"decoder_last_pipeline_num_layers": 2}),
     further("experts-slices", 4,
             EP2 | PP2 | TP2_SP | {"expert_tensor_parallel_size": 1} | RECOMPUTED),
 ]  # fmt: skip
@@ -134,11 +165,13 @@ class Alone:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.corpus = write_texts(folder / "texts", mean=4.0, spread=1.3, least=1, most=1000)
+        self.other = write_texts(folder / "others", 100, seed=12)
         self._ended: dict[str, Finished] = {}
 
     def flags(self, name: str, folder: Path) -> Flags:
         (folder / "mine.py").write_text(FOCAL)
-        return RUN | FEATURES[name].flags | {"data_path": self.corpus, "wlb_metrics": "metrics"}
+        blend = [0.8, self.corpus, 0.2, self.other] if name == "blend" else self.corpus
+        return RUN | FEATURES[name].flags | {"data_path": blend, "wlb_metrics": "metrics"}
 
     def run(self, name: str) -> tuple[Path, Finished]:
         """Its folder and its end."""
@@ -171,16 +204,29 @@ def test_feature_in_a_layout_equals_one_process(
         # The last ones: Megatron counts the first figure of a run in the second again.
         ours, theirs = ([*map(float, logged(run, figure)[-2:])] for run in (found, one))
         assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == 2
+    evaluated = [[*map(float, validations(run))] for run in (found, one)]
+    assert evaluated[0] == pytest.approx(evaluated[1][-len(evaluated[0]) :], rel=ROUNDING)
+    assert len(evaluated[0]) > 2 or "eval_interval" not in flags
+    again, hosted = (
+        sum(line.get(key, 0) for line in read_metrics(tmp_path / "metrics"))
+        for key in ("recomputed_tokens", "hosted_tokens")
+    )
+    assert (hosted > 0) == ("wlb_host_gib" in layout)
+    assert (again > 0) == ("wlb_memory_gib" in layout) or hosted > 0
     samples = [str(n * BOTH["global_batch_size"]) for n in range(first, NUM_STEPS + 1)]
     assert logged(found, "consumed samples") == samples
-    assert first == 1 or "random numbers (dropout) start anew" in found.output
+    anew = first > 1 and num_processes > 1
+    assert ("random numbers (dropout) start anew" in found.output) == anew
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURES if name != "hold"])
+@pytest.mark.parametrize("name", [name for name in FEATURES if name not in ("hold", "slices")])
 def test_feature_is_another_run(name: str, alone: Alone) -> None:
     """Negative control of the equalities above, and that documents wait."""
     (plain, _), (folder, _) = alone.run("hold"), alone.run(name)
-    assert any(line["waiting_documents"] for line in read_metrics(plain / "metrics"))
+    if "slices" in name:
+        plain, _ = alone.run("slices")
+    else:
+        assert any(line["waiting_documents"] for line in read_metrics(plain / "metrics"))
     without, found = losses(plain / "metrics"), losses(folder / "metrics")
     assert all(found.values()) and len(found) == NUM_STEPS
     if name != "numbers":  # which mean nothing to one process

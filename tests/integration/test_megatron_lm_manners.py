@@ -1,16 +1,16 @@
-"""The launcher's manners with Megatron-LM's own script: what it refuses, warns of and explains."""
+"""The launcher's manners: what it refuses, warns of and explains."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, PATH, launch, logged, needs_megatron_lm
-from trainer_runs import Flags, assert_refused, finish, losses
+from megatron_lm_runs import BOTH, SCRIPT, launch, logged
+from trainer_runs import ROOT, Flags, assert_refused, finish, losses
 
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
     "cpu": (
@@ -54,6 +54,21 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ConfigError.exit_code,
         ["--wlb-hardware", "none.yaml", "wlb profile"],
     ),
+    "cost": (
+        {"wlb_cost": "none.json"},
+        ConfigError.exit_code,
+        ["--wlb-cost none.json", "give the path"],
+    ),
+    "tau": (
+        {"wlb_hold_tau": 0},
+        ConfigError.exit_code,
+        ["--wlb-hold-tau is 0.0", "it must be in [1, inf)"],
+    ),
+    "kernel": (
+        {"wlb_attention_kernel": "flash-attn-2"},
+        CompatibilityError.exit_code,
+        ["--wlb-attention-kernel flash-attn-2 cannot run", "it needs a GPU", "leave it at"],
+    ),
     "no-validation": (
         {"split": "1", "eval_iters": 1, "train_iters": 1},
         ConfigError.exit_code,
@@ -63,6 +78,11 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         {"load": "nowhere", "save": "ck"},
         CheckpointError.exit_code,
         ["--load nowhere does not exist", "give the folder of a --save"],
+    ),
+    "load-file": (
+        {"load": __file__},
+        CheckpointError.exit_code,
+        [f"{Path(__file__).name} is not a folder", "--save"],
     ),
 }
 
@@ -74,7 +94,7 @@ def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path:
     ended = finished.wait()
     assert_refused(ended, exit_code, *fragments)
     assert "usage:" not in ended.output
-    if name != "no-validation":  # which takes the corpora to know
+    if name not in ("no-validation", "kernel"):  # which take the corpora to know
         assert "> initializ" not in ended.output, "a process group was made before"
 
 
@@ -89,11 +109,15 @@ def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_script_with_a_loss_or_data_of_its_own_is_refused(corpus: Path, tmp_path: Path) -> None:
     """The untouched script runs in all other tests."""
-    text = Path(PATH or "", "pretrain_gpt.py").read_text()
-    own = text.replace("torch.sum(losses * loss_mask)", "torch.sum(losses**2 * loss_mask)")
-    own = own.replace("dataset_type = GPTFIMDataset", "dataset_type = GPTDataset")
+    text = Path(SCRIPT or ROOT / "megatron_wlb" / "pretrain_gpt.py").read_text()
+    for losses_of, own in (
+        ("torch.sum(losses * loss_mask)", "torch.sum(losses**2 * loss_mask)"),
+        ("losses.view(-1).float() * mask", "losses.view(-1).float() ** 2 * mask"),
+        ("dataset_type = GPTFIMDataset", "dataset_type = GPTDataset"),
+    ):
+        text = text.replace(losses_of, own)
     script = tmp_path / "my_pretrain.py"
-    script.write_text(own)
+    script.write_text(text)
     flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "train_iters": 1}
     ended = launch(tmp_path, 1, flags, script=script).wait()
     assert ended.code == ConfigError.exit_code, ended.output

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with fill-in-the-middle: the same in every layout."""
+"""The launcher with fill-in-the-middle: the same in every layout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from helpers.texts import write_texts
-from megatron_lm_runs import BOTH, CP2, Flags, assert_equal_steps, launch, needs_megatron_lm
+from megatron_lm_runs import BOTH, CP2, Flags, assert_equal_steps, launch
 from trainer_runs import assert_refused, finish, losses
 
 from megatron_wlb.errors import ConfigError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 TOKENS: Flags = {
     f"fim_{name}_token": token

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with ``--wlb-loss``: a loss of the user's own."""
+"""The launcher with ``--wlb-loss``: a loss of the user's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
     logged,
-    needs_megatron_lm,
     validations,
 )
 from trainer_runs import assert_refused, finish
@@ -24,7 +23,7 @@ from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.targets import write_targets
 from megatron_wlb.errors import ConfigError, TrainingError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 FLAGS: Flags = BOTH | {"wlb_packing": "hold", "seed": 7, "train_iters": 3}
 

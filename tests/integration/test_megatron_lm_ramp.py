@@ -1,4 +1,4 @@
-"""Megatron-LM on plans of batches that grow, by the flag that its version has for it."""
+"""Megatron-LM on plans of batches that grow."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from megatron_lm_runs import (
     BOTH,
     PP2_VPP2,
     assert_equal_steps,
-    knows,
     launch,
     logged,
-    needs_megatron_lm,
     validations,
 )
 from trainer_runs import Flags, assert_refused, finish, losses, read_metrics
@@ -20,36 +18,28 @@ from trainer_runs import Flags, assert_refused, finish, losses, read_metrics
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
-BY_STEPS = knows("step_batch_size_schedule")
-"""From 0.18 on."""
-
-RAMP = (2, 2, 9)
 GROWING: Flags = BOTH | {
     "train_iters": None,
     "train_samples": 38,
     "wlb_packing": "hold",
+    "global_batch_size": None,
 }
-LINEAR: Flags = GROWING | {"rampup_batch_size": list(RAMP)}
 STEPS = (0, 2), (4, 4), (8, 6), (14, 8)
-"""The same in samples."""
+"""Windows of a step, from so many on."""
 SIZES = [2, 2, 4, 6, 8, 8, 8]
-"""By hand: a third of 9 samples is 3; the batch is 2 up to 3 samples, then 4, 6 and 8."""
+"""By hand."""
 
 
 @pytest.mark.long
 def test_a_growing_batch_has_megatrons_sizes_and_resumes_in_its_midst(
     corpus: Path, tmp_path: Path
 ) -> None:
-    ramp = Ramp.linear(*RAMP, 8)
-    flags, other = LINEAR | {"data_path": corpus}, {"rampup_batch_size": [4, 4, 9]}
-    if BY_STEPS:
-        window = flags["seq_length"]
-        schedule = " ".join(f"{start * window}:{size}" for start, size in STEPS)
-        flags |= {"step_batch_size_schedule": schedule, "rampup_batch_size": None}
-        flags |= {"global_batch_size": None}
-        ramp, other = Ramp.schedule(schedule, window), {"step_batch_size_schedule": "0:4 1K:8"}
+    window = GROWING["seq_length"]
+    schedule = " ".join(f"{start * window}:{size}" for start, size in STEPS)
+    flags = GROWING | {"data_path": corpus, "step_batch_size_schedule": schedule}
+    ramp = Ramp.schedule(schedule, window)
     plain = finish(launch(tmp_path, 1, flags | {"wlb_metrics": "plain"}))
     assert [ramp.windows(step) for step in range(len(SIZES))] == SIZES
     assert logged(plain, "global batch size") == list(map(str, SIZES))
@@ -66,38 +56,23 @@ def test_a_growing_batch_has_megatrons_sizes_and_resumes_in_its_midst(
     dp2 = {"load": "ck", "ckpt_step": 3, "wlb_metrics": "dp2", "save": None}
     finish(launch(tmp_path, 2, flags | dp2))
     assert_equal_steps(tmp_path / "dp2", tmp_path / "plain", first=4)
-    other = flags | other | {"override_opt_param_scheduler": True}
-    finished = launch(tmp_path, 1, other).wait()
+    other = {"step_batch_size_schedule": "0:4 1K:8", "override_opt_param_scheduler": True}
+    finished = launch(tmp_path, 1, flags | other).wait()
     assert_refused(finished, CheckpointError.exit_code, "batch size", ramp.title)
 
 
-@pytest.mark.skipif(BY_STEPS, reason="this version of Megatron-LM ignores --rampup-batch-size")
-def test_batches_are_rounded_down_to_what_replicas_divide(corpus: Path, tmp_path: Path) -> None:
-    flags = LINEAR | {"data_path": corpus, "micro_batch_size": 2, "wlb_packing": "fixed-greedy"}
-    flags |= {"rampup_batch_size": [5, 4, 12], "global_batch_size": 13, "train_samples": 50}
-    finished = launch(tmp_path, 2, flags).wait()
-    assert_refused(finished, ConfigError.exit_code, "batch of 5", "× DP 2 = 4")
-    rounded = flags | {"decrease_batch_size_if_needed": True, "wlb_fixed_batches": 3}
-    ended = finish(launch(tmp_path, 2, rounded | {"wlb_metrics": "metrics"}))
-    consumed = list(map(int, logged(ended, "consumed samples")))
-    ramp = Ramp.linear(5, 4, 12, 13, multiple=4)
-    assert consumed == [ramp.before(step + 1) for step in range(len(consumed))]
-    assert consumed[:4] == [4, 8, 16, 28]
-
-
-@pytest.mark.skipif(not BY_STEPS, reason="this version of Megatron-LM ramps up")
 def test_a_ramp_that_megatron_ignores_is_told_and_ignored(corpus: Path, tmp_path: Path) -> None:
-    flags = LINEAR | {"data_path": corpus, "train_samples": 16}
+    flags = GROWING | {"data_path": corpus, "train_samples": 16, "global_batch_size": 8}
+    flags |= {"rampup_batch_size": [2, 2, 9]}
     ended = finish(launch(tmp_path, 1, flags))
     assert "--rampup-batch-size 2 2 9 has no effect" in ended.output
     assert logged(ended, "global batch size") == ["8", "8"]
 
 
-@pytest.mark.skipif(not BY_STEPS, reason="this version of Megatron-LM ramps up")
 def test_evaluation_beside_a_schedule_has_batches_of_its_own(corpus: Path, tmp_path: Path) -> None:
     """Megatron's default of one micro-batch a rank is too few for virtual stages."""
     flags = GROWING | PP2_VPP2 | {"data_path": corpus, "train_samples": 8, "eval_interval": 2}
-    flags |= {"global_batch_size": None, "step_batch_size_schedule": "0:4", "eval_iters": 2}
+    flags |= {"step_batch_size_schedule": "0:4", "eval_iters": 2}
     refused = launch(tmp_path, 2, flags).wait()
     said = "the 1 micro-batches of a rank; these are steps of evaluation"
     assert_refused(refused, ConfigError.exit_code, said, "give --eval-global-batch-size")

@@ -31,13 +31,7 @@ FURTHER = {
 }  # fmt: skip
 DEEPSEEK = "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph"
 """Experts, and a layer that predicts further ahead, in a chunk that has no other layer."""
-pytestmark = [
-    pytest.mark.launcher,
-    pytest.mark.skipif(
-        not Path(PATH or "/none", "tests", "functional_tests").is_dir(),
-        reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with its functional tests",
-    ),
-]
+pytestmark = [pytest.mark.launcher, pytest.mark.checkout]
 
 
 def run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:

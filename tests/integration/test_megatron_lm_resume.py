@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from helpers.layouts import some_of
 from megatron_lm_runs import (
     BOTH,
@@ -21,13 +24,13 @@ from megatron_lm_runs import (
     TP2_SP,
     launch,
     logged,
-    needs_megatron_lm,
 )
 from trainer_runs import Flags, assert_refused, finish, losses, num_lines, tracked
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.runtime.saving.checksums import seal_state, unseal_state
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 NUM_STEPS = 8
 SMALL_DEEPSEEK = Path(__file__).parents[2] / "configs" / "small" / "deepseek.yaml"
@@ -52,12 +55,16 @@ RUNS: dict[str, tuple[int, Flags]] = {
     ),
     # Context-parallel ranks drop other parts of attention, which Megatron does not save either.
     "cp2-hold-torch_dist": (
-        2, LAYOUTS["cp2"][1] | {"wlb_packing": "hold", "attention_dropout": 0.1},
+        2, LAYOUTS["cp2"][1] | {
+            "wlb_packing": "hold", "attention_dropout": 0.1, "wlb_cp_sharding": "hybrid",
+            "wlb_cp_overlap_groups": 2,
+        },
     ),
+    "tp2-sp-original-torch_dist": (2, TP2_SP | {"wlb_packing": "original"}),
 }  # fmt: skip
 
 
-KEPT = [name for name in RUNS if not re.search("-sgd|-fp16|cp2-", name)]
+KEPT = [name for name in RUNS if not re.search("-sgd|-fp16|cp2-|tp2-", name)]
 
 
 @pytest.mark.parametrize("name", some_of(RUNS, *KEPT))
@@ -175,3 +182,49 @@ def test_weights_without_the_optimizer_s_state_need_no_fused_adam(
     flags |= {"override_opt_param_scheduler": True}
     finish(launch(tmp_path, 2, flags, fault=leave_torch_s_adam))
     assert list(losses(tmp_path / "metrics")) == [3]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Flags]:
+    """A folder with a checkpoint after step 2 of four, the losses of all, and the flags."""
+    folder = tmp_path_factory.mktemp("stopped")
+    flags = BOTH | HELD | {"data_path": corpus, "train_iters": 4, "ckpt_format": "torch"}
+    finish(launch(folder, 1, flags | {"save": "ck", "save_interval": 2, "wlb_metrics": "all"}))
+    return folder, flags | {"load": "ck", "ckpt_step": 2}
+
+
+def waiting(planner: Any) -> list[list[Any]]:
+    """The packer's documents that have not run, in lists that are not empty."""
+    return [value for value in planner["packer"].values() if isinstance(value, list) and value]
+
+
+def drop_waiting(planner: Any) -> None:
+    for documents in waiting(planner):
+        documents.clear()
+
+
+def skip_document(planner: Any) -> None:
+    planner["stream"]["document"] += 1
+
+
+def nothing(planner: Any) -> None: ...
+
+
+@pytest.mark.parametrize("tamper", [nothing, drop_waiting, skip_document])
+def test_resume_depends_on_the_saved_packing(
+    tamper: Callable[[Any], None], stopped: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    """Negative control: what is compared above differs if the planner's state is another."""
+    folder, flags = stopped
+    shutil.copytree(folder / "ck", tmp_path / "ck")
+    path = tmp_path / "ck" / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    state = unseal_state(content["megatron_wlb"])
+    assert waiting(state["planner"]), "no document waits: nothing to restore"
+    tamper(state["planner"])
+    content["megatron_wlb"] = seal_state(state)
+    torch.save(content, path)
+    flags = flags | {"wlb_metrics": "resumed", "wlb_no_checksums": True}
+    finish(launch(tmp_path, 1, flags))
+    expected = {step: loss for step, loss in losses(folder / "all").items() if step > 2}
+    assert (losses(tmp_path / "resumed") == expected) == (tamper is nothing)

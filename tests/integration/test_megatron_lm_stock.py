@@ -24,19 +24,15 @@ from megatron_lm_runs import (
     PP2,
     Finished,
     Flags,
-    knows,
     launch,
     logged,
-    needs_megatron_lm,
     run_without_launcher,
 )
 from trainer_runs import finish
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 SEED, END = 1234, 255
-BY_STEPS = knows("step_batch_size_schedule")
-"""From 0.18 on; there the end of a document is counted in the vocabulary."""
 BATCH = 4
 ROUNDING = 2e-6
 """Relative, of losses: fp32 sums in another order, and seven digits in the log."""
@@ -49,17 +45,15 @@ SMALL: Flags = BOTH | {
     "global_batch_size": BATCH,
     "train_iters": 3,
     "seed": SEED,
-    "vocab_size": END + 1 if BY_STEPS else END,
+    "vocab_size": END + 1,
     "split": "1",
     "init_method_std": 0.4,  # with which heads see more than means
 }
 ALONE: Flags = {"eod_mask_loss": True, "data_cache_path": "cache"}
-STEPS: Flags = {"train_iters": None, "train_samples": 12}
-if BY_STEPS:
-    RAMP: Flags = STEPS | {"global_batch_size": None}
-    RAMP |= {"step_batch_size_schedule": f"0:2 {4 * SMALL['seq_length']}:4"}
-else:
-    RAMP = STEPS | {"rampup_batch_size": [2, 2, 8]}
+RAMP: Flags = {
+    "train_iters": None, "train_samples": 12, "global_batch_size": None,
+    "step_batch_size_schedule": f"0:2 {4 * SMALL['seq_length']}:4",
+}  # fmt: skip
 
 
 def balanced(*kinds: str) -> Flags:
@@ -176,10 +170,6 @@ def runs(
 def test_model_is_megatrons_own(
     name: str, packing: str, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    if name == "mup" and not knows("use_mup"):
-        pytest.skip("this version of Megatron-LM has no --use-mup")
-    if name == "prediction" and not knows("mtp_use_repeated_layer"):
-        pytest.skip("this version of Megatron-LM divides by the labels of depth 0")
     assert_equal(*runs(tmp_path, corpora, CASES[name] | {"wlb_packing": packing}))
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with strategies: replicas of other layouts in each step."""
+"""The launcher with strategies: replicas of other layouts in each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from megatron_lm_runs import (
     Flags,
     launch,
     logged,
-    needs_megatron_lm,
     run_without_launcher,
     validations,
 )
@@ -28,7 +27,7 @@ from trainer_runs import finish, losses, read_metrics, start
 from megatron_wlb.cli.main import main
 from megatron_wlb.measure_cost import main as measure_cost
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 NUM_STEPS = 12
 ROUNDING = 1e-6

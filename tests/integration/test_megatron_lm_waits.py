@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from helpers.waits import recorded
-from megatron_lm_runs import BOTH, MEGATRON_LM, PP2, _launch, needs_megatron_lm
+from megatron_lm_runs import BOTH, MEGATRON_LM, PP2, launched
 from trainer_runs import finish, start
 
-pytestmark = needs_megatron_lm
+pytestmark = pytest.mark.launcher
 
 READS = {
     # The loss, for --wlb-metrics, when the next step is under way.
@@ -28,7 +28,7 @@ SYNCHRONISED = "megatron/core/pipeline_parallel/p2p_communication.py:_communicat
 def launch_recorded(argv: list[str]) -> int:
     """Runs the launcher; notes where this rank would wait in steps and their log."""
     with recorded("train_step", "training_log") as places:
-        code = _launch(argv)
+        code = launched(argv)
     Path(f"waits-{os.environ['RANK']}").write_text(json.dumps(sorted(places)))
     return code
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.layouts import further
-from megatron_lm_runs import BOTH, DP2, EXPERTS, launch, needs_megatron_lm, validations
-from trainer_runs import TINY, Flags, evaluations, finish, losses, read_metrics, start
+from megatron_lm_runs import BOTH, DP2, EXPERTS, PP2, launch, validations
+from trainer_runs import Flags, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import build_corpus
+
+pytestmark = pytest.mark.launcher
 
 ROUNDING = 1e-5
 """Relative, of losses: fp32 sums of a thousand token losses in other orders, over some updates."""
@@ -69,59 +71,37 @@ def tell_groups() -> None:
     step.open_groups = told
 
 
+OVERLAPPED: Flags = DP2 | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
 @pytest.mark.parametrize(
     ("num_processes", "layout"),
     [
-        further(2, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
-        (4, {"pipeline_model_parallel_size": 2, "wlb_verify_shapes": True}),
+        further(2, OVERLAPPED),
+        (2, OVERLAPPED | EXPERTS | {"expert_model_parallel_size": 2}),
+        (4, PP2 | {"wlb_verify_shapes": True}),
     ],
-    ids=["dp2", "pp2-dp2"],
+    ids=["dp2", "ep2", "pp2-dp2"],
 )
 def test_run_that_merges_has_the_losses_of_one_that_does_not(
     num_processes: int, layout: Flags, corpus: Path, tmp_path: Path
 ) -> None:
-    flags = TINY | SLICES | layout | on(corpus)
-    merged = start(tmp_path, num_processes, flags | {"wlb_metrics": "merged"}, fault=tell_groups)
-    assert finish(merged).output.count("together: [2]") == num_processes
-    alone = start(
-        tmp_path, num_processes, flags | OFF | {"wlb_metrics": "alone"}, fault=tell_groups
+    flags = BOTH | SLICES | layout | on(corpus)
+    both = flags | {"wlb_metrics": "merged"}, flags | OFF | {"wlb_metrics": "alone"}
+    merged, alone = (
+        finish(launch(tmp_path, num_processes, one, fault=tell_groups)) for one in both
     )
-    assert "together" not in finish(alone).output
+    assert merged.output.count("together: [2]") == num_processes
+    assert "together" not in alone.output
     expected = losses(tmp_path / "alone")
     assert len(expected) == NUM_STEPS and expected[NUM_STEPS] < expected[1]
     assert losses(tmp_path / "merged") == pytest.approx(expected, rel=ROUNDING)
-    evaluated = evaluations(tmp_path / "alone")
-    assert len(evaluated) == 2
-    assert evaluations(tmp_path / "merged") == pytest.approx(evaluated, rel=ROUNDING)
+    evaluated = [[float(loss) for loss in validations(run)] for run in (merged, alone)]
+    assert len(evaluated[0]) > 1 and evaluated[0] == pytest.approx(evaluated[1], rel=ROUNDING)
+    lines = [[*read_metrics(tmp_path / name)] for name in ("merged", "alone")]
     for name in ("tokens", "targets"):
-        counts = [
-            [line[name] for line in read_metrics(tmp_path / run) if name in line]
-            for run in ("merged", "alone")
-        ]
-        assert counts[0] == counts[1]
-
-
-@needs_megatron_lm
-@pytest.mark.parametrize("model", [further({}), EXPERTS | {"expert_model_parallel_size": 2}])
-def test_launcher_merges_as_the_embedded_trainer(
-    model: Flags, corpus: Path, tmp_path: Path
-) -> None:
-    """With all that overlaps communication."""
-    flags = BOTH | DP2 | SLICES | on(corpus) | model
-    flags |= {"overlap_grad_reduce": True}
-    only = {"overlap_param_gather": True, "wlb_metrics": "launched"}
-    launched = finish(launch(tmp_path, 2, flags | only, fault=tell_groups))
-    assert launched.output.count("together: [2]") == 2
-    finish(start(tmp_path, 2, flags | OFF | {"wlb_metrics": "embedded"}))
-    merged = [line["merged_documents"] for line in read_metrics(tmp_path / "launched")]
-    alone = [
-        line["merged_documents"] for line in read_metrics(tmp_path / "embedded") if "lr" in line
-    ]
-    assert any(merged) and not any(alone)
-    for number in merged:
-        assert f"| merged: {number} documents | tokens: " in launched.output
-    expected = losses(tmp_path / "embedded")
-    assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
-    evaluated = evaluations(tmp_path / "embedded")
-    found = [float(loss) for loss in validations(launched)]
-    assert found[: len(evaluated)] == pytest.approx(evaluated, rel=ROUNDING)
+        assert [line[name] for line in lines[0]] == [line[name] for line in lines[1]]
+    told = [line["merged_documents"] for line in lines[0]]
+    assert any(told) and not any(line["merged_documents"] for line in lines[1])
+    for number in told:
+        assert f"| merged: {number} documents | tokens: " in merged.output

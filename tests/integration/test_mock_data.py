@@ -5,51 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, LAYOUTS, PATH, PP2, launch, needs_megatron_lm, validations
-from trainer_runs import Flags, assert_refused, evaluations, finish, losses, start
+from megatron_lm_runs import BOTH, LAYOUTS, launch, validations
+from trainer_runs import Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.launcher
+
 NUM_STEPS = 4
 MOCK: Flags = BOTH | {"mock_data": True, "train_iters": NUM_STEPS, "wlb_packing": "hold"}
-EMBEDDED: Flags = {"vocab_size": 256}  # of the NullTokenizer, and its end of documents
 ROUNDING = 1e-6
 """Relative: fp32 sums of a thousand token losses, in another order."""
 
 
-def test_mock_data_need_no_megatron_lm_and_resume_exactly(tmp_path: Path) -> None:
-    flags = MOCK | EMBEDDED
-    finish(start(tmp_path, 1, flags | {"wlb_metrics": "plain"}))
-    expected = losses(tmp_path / "plain")
-    assert len(expected) == NUM_STEPS
-    saved = flags | {"save": "ck", "save_interval": 2, "wlb_metrics": "resumed"}
-    finish(start(tmp_path, 1, saved | {"exit_interval": 2}))
-    saved |= {"load": "ck"}
-    other = start(tmp_path, 1, saved | {"wlb_mock_lengths": "stdlib"}).wait()
+def test_mock_data_resume_exactly_and_in_another_layout(tmp_path: Path) -> None:
+    flags = MOCK | {"eval_interval": 2, "eval_iters": 2, "save_interval": 2}
+    plain = finish(launch(tmp_path, 1, flags | {"save": "ck", "wlb_metrics": "plain"}))
+    expected = {step: loss for step, loss in losses(tmp_path / "plain").items() if step > 2}
+    assert [*expected] == [3, 4]
+    flags |= {"load": "ck", "ckpt_step": 2}
+    other = launch(tmp_path, 1, flags | {"wlb_mock_lengths": "stdlib"}).wait()
     assert_refused(other, CheckpointError.exit_code, "mock data (distribution stdlib)")
-    finish(start(tmp_path, 1, saved))
+    finish(launch(tmp_path, 1, flags | {"wlb_metrics": "resumed"}))
     assert losses(tmp_path / "resumed") == expected
-
-
-@needs_megatron_lm
-def test_mock_data_are_the_embedded_trainers_in_another_layout(tmp_path: Path) -> None:
-    """As many stages, which decide the first weights, but more ranks that share documents."""
-    flags = MOCK | {"wlb_packing": "original", "eval_interval": 2, "eval_iters": 2}
     num_processes, layout = LAYOUTS["pp2-cp2-dp2"]
-    tokenizer = Path(PATH or "", "megatron/core/tokenizers/text/libraries/null_tokenizer.py")
-    counts_end = "_without_eod" not in tokenizer.read_text(encoding="utf-8")  # among --vocab-size
-    shared = flags | layout | {"wlb_metrics": "launched", "vocab_size": 256 if counts_end else 255}
-    launched = finish(launch(tmp_path, num_processes, shared))
-    finish(start(tmp_path, 2, flags | PP2 | EMBEDDED | {"wlb_metrics": "embedded"}))
-    found, expected = losses(tmp_path / "launched"), losses(tmp_path / "embedded")
-    assert found == pytest.approx(expected, rel=ROUNDING)
-    evaluated = evaluations(tmp_path / "embedded")
-    assert len(evaluated) == 2
-    assert [float(x) for x in validations(launched)][:2] == pytest.approx(evaluated, rel=ROUNDING)
+    shared = finish(launch(tmp_path, num_processes, flags | layout | {"wlb_metrics": "shared"}))
+    assert losses(tmp_path / "shared") == pytest.approx(expected, rel=ROUNDING)
+    evaluated, found = ([*map(float, validations(run))] for run in (plain, shared))
+    assert len(evaluated) > 2 and found == pytest.approx(evaluated[1:], rel=ROUNDING)
 
 
 @pytest.mark.long
-@needs_megatron_lm
 def test_mock_data_of_other_lengths_train_otherwise(tmp_path: Path) -> None:
     """Negative control of the equalities above, and a resumed run of the launcher."""
     lengths = tmp_path / "lengths.txt"
@@ -70,7 +56,6 @@ def test_mock_data_of_other_lengths_train_otherwise(tmp_path: Path) -> None:
         assert abs(loss - ours[step]) > 100 * ROUNDING * loss
 
 
-@needs_megatron_lm
 def test_mock_data_beside_a_corpus_are_refused(tmp_path: Path) -> None:
     refused = launch(tmp_path, 1, MOCK | {"train_data_path": "a"}).wait()
     assert_refused(refused, ConfigError.exit_code, "--mock-data", "leave one of them out")

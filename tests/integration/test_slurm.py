@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trainer_runs import ROOT, TINY, TRAINER, command_line, losses, num_lines
+from megatron_lm_runs import BOTH, MEGATRON_LM, PP2
+from trainer_runs import LAUNCHER, ROOT, command_line, losses, num_lines
 
 SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt.sbatch"
 JOBS: list[subprocess.Popen[str]] = []
@@ -102,23 +103,26 @@ def output(job: subprocess.Popen[str], timeout_s: float = 300.0) -> str:
         raise AssertionError(f"hung:\n{job.communicate()[0]}") from None
 
 
+@pytest.mark.launcher
 @pytest.mark.long
 def test_job_trains_on_two_nodes_is_requeued_and_resumes(
     tmp_path: Path, cluster: dict[str, str], corpus: Path
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = {
-        **TINY,
+        **MEGATRON_LM,
+        **BOTH,
+        **PP2,
         "data_path": corpus,
-        "pipeline_model_parallel_size": 2,
-        "wlb_device": "cpu",
+        "wlb_packing": "hold",
+        "exit_signal_handler": True,
         "train_iters": 4000,  # more than it comes to
         "save": tmp_path / "run",
         "load": tmp_path / "run",
         "save_interval": 2,
         "wlb_metrics": metrics,
     }
-    first = submit(cluster, "-m", TRAINER, *command_line(flags))
+    first = submit(cluster, "-m", LAUNCHER, *command_line(flags))
     deadline = time.monotonic() + 300
     while num_lines(metrics) < 5:
         assert first.poll() is None, first.communicate()[0]
@@ -132,14 +136,14 @@ def test_job_trains_on_two_nodes_is_requeued_and_resumes(
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
     reached = max(losses(metrics))
     logs = tmp_path / "logs" / "tiny-4711"
-    assert f"-m {TRAINER}" in (logs / "attempt-0" / "command.sh").read_text()
+    assert f"-m {LAUNCHER}" in (logs / "attempt-0" / "command.sh").read_text()
     assert len(list((logs / "attempt-0").rglob("stdout.log"))) == 2  # one a rank
 
     last = {**flags, "exit_interval": 2 * (reached // 2) + 4}
-    second = submit({**cluster, "SLURM_RESTART_COUNT": "1"}, "-m", TRAINER, *command_line(last))
+    second = submit({**cluster, "SLURM_RESTART_COUNT": "1"}, "-m", LAUNCHER, *command_line(last))
     printed = output(second)
     assert second.returncode == 0, printed
-    assert "resumed after iteration" in printed
+    assert "successfully loaded checkpoint" in printed
     assert "ended with status 0" in printed
     assert max(losses(metrics)) == last["exit_interval"]
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"  # not again
@@ -148,10 +152,12 @@ def test_job_trains_on_two_nodes_is_requeued_and_resumes(
     assert [text.split()[0] for text in rendezvous] == ["4711-0", "4711-1"]
 
 
+@pytest.mark.launcher
 def test_failure_keeps_its_status_and_is_not_requeued(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
-    job = submit({**cluster, "SLURM_NNODES": "1"}, "-m", TRAINER, "--no-such-flag")
+    flags = command_line(MEGATRON_LM | BOTH | {"wlb_packing": "hold", "no_such_flag": True})
+    job = submit({**cluster, "SLURM_NNODES": "1"}, "-m", LAUNCHER, *flags)
     printed = output(job)
     assert job.returncode not in (0, None)
     assert "unknown flag --no-such-flag" in printed
@@ -182,8 +188,8 @@ def test_recipe_is_run_on_every_node(tmp_path: Path, cluster: dict[str, str]) ->
 def test_flags_for_srun_stand_before_the_command(tmp_path: Path, cluster: dict[str, str]) -> None:
     flags = ["--container-image=/shared/image.sqsh", "--container-mounts=/a:/a,/b:/b", "--mpi=none"]
     given = f"{flags[0]} {flags[1]}\n   {flags[2]} "
-    job = submit({**cluster, "SRUN_ARGS": given, "SLURM_NNODES": "1"}, "-m", TRAINER, "--no-flag")
-    output(job)
+    cluster = {**cluster, "SRUN_ARGS": given, "SLURM_NNODES": "1"}
+    output(submit(cluster, "-m", LAUNCHER, "--wlb-no-flag"))
     words = (tmp_path / "srun-0").read_text().splitlines()
     assert words[2:7] == [*flags, sys.executable, "-m"]
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from trainer_runs import finish, start
+
+pytestmark = pytest.mark.launcher
 
 
 def soak(_argv: list[str]) -> int:

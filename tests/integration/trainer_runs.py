@@ -30,33 +30,23 @@ from helpers import gloo
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
 """A run here takes seconds, or two minutes on slow cores: one that takes this long hangs."""
-TRAINER = "megatron_wlb.pretrain_gpt"
+LAUNCHER = "megatron_wlb.launch"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 Flags = dict[str, Any]
 """Flag names without dashes in front, with ``_`` or ``-``; True is a switch, None leaves out."""
 
-TINY: Flags = {
-    "train_iters": 4,
-    "global_batch_size": 4,
-    "seq_length": 256,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "num_attention_heads": 2,
-}
-"""A run of less than a second; ``data_path`` is missing."""
 
-
-def command_line(flags: Flags, *, planned: bool = False) -> list[str]:
+def command_line(flags: Flags) -> list[str]:
     """``{"num_layers": 4, "bf16": True}`` -> ``["--num-layers", "4", "--bf16"]``.
 
-    What is ``planned``, as a flag of ours tells too, packs by `hold` unless it says how: so small a
-    model gains nothing by packing, and all its layouts must have the same documents.
+    What has a flag of ours packs by `hold` unless it says how: so small a model gains nothing by
+    packing, and all its layouts must have the same documents.
     """
     words: list[str] = []
     names = {name for name, value in flags.items() if value is not None}
     asks = any(name.startswith("wlb_") for name in names - {"wlb_device", "wlb_config"})
-    if (planned or asks) and not names & {"wlb_packing", "wlb_strategies", "wlb_config"}:
+    if asks and not names & {"wlb_packing", "wlb_strategies", "wlb_config"}:
         flags = {"wlb_packing": "hold"} | flags
     for name, value in flags.items():
         if value is None or value is False:
@@ -153,11 +143,11 @@ def finish(run: Run) -> Finished:
     return finished
 
 
-def torchrun(folder: Path, num_processes: int, flags: Flags, *, module: str = TRAINER) -> Run:
+def torchrun(folder: Path, num_processes: int, flags: Flags, *, module: str = LAUNCHER) -> Run:
     """Starts a module under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_processes), "-m", module]
-    command += command_line(flags, planned=module == TRAINER)
+    command += command_line(flags)
     return spawn(folder, command)
 
 
@@ -182,12 +172,10 @@ def start(
     num_processes: int,
     flags: Flags,
     *,
+    program: Callable[[list[str]], int],
     fault: Callable[[], None] | None = None,
-    program: Callable[[list[str]], int] | None = None,
 ) -> Run:
-    """Starts ranks of the trainer, or of another ``program``, forked; ``fault`` runs in each of
-    them first.
-    """
+    """Starts ranks of ``program``, forked; ``fault`` runs in each of them first."""
     gloo._start_fork_server()
     log = _new_log(folder)
     log.touch()
@@ -195,7 +183,7 @@ def start(
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    words = command_line(flags, planned=program is None)
+    words = command_line(flags)
     processes: list[BaseProcess] = []
     for rank in range(num_processes):
         environment = {
@@ -235,7 +223,7 @@ def _rank(
     folder: str,
     argv: list[str],
     fault: Callable[[], None] | None,
-    program: Callable[[list[str]], int] | None,
+    program: Callable[[list[str]], int],
 ) -> None:
     # Megatron's first save spawns a process, which would import the main module, pytest, again.
     vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
@@ -247,9 +235,6 @@ def _rank(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     import torch
-
-    if program is None:
-        from megatron_wlb.pretrain_gpt import main as program
 
     torch.set_num_threads(1)
     if fault is not None:
@@ -267,7 +252,7 @@ def _new_log(folder: Path) -> Path:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that steps and evaluations wrote, in order; none of a last one without its end."""
+    """The lines that steps wrote, in order; none of a last one without its end."""
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)
@@ -276,11 +261,6 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def losses(path: Path) -> dict[int, float]:
     """Loss of each iteration; of those that ran more than once, the last time."""
     return {line["iteration"]: line["loss"] for line in read_metrics(path) if "loss" in line}
-
-
-def evaluations(path: Path) -> list[float]:
-    """The loss of each evaluation."""
-    return [line["valid_loss"] for line in read_metrics(path) if "valid_loss" in line]
 
 
 def num_lines(path: Path) -> int:

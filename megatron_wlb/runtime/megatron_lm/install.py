@@ -37,6 +37,7 @@ from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.ranks import agreement, watchdog
 from megatron_wlb.runtime.saving import unpickling
 from megatron_wlb.runtime.saving.core import lock_folder
+from megatron_wlb.runtime.saving.newest import latest, tracked
 from megatron_wlb.runtime.saving.resume import missing_load
 from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
@@ -112,8 +113,11 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
         agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
     refusals.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
-    if not elsewhere and (error := missing_load(args.load, args.save)):
-        raise CheckpointError(error)
+    if not elsewhere and args.load is not None and "://" not in args.load:
+        if error := missing_load(args.load, args.save):
+            raise CheckpointError(error)
+        if args.ckpt_step is None and tracked(args.load) != "release":
+            latest(args.load)  # Megatron ends with status 0 where its tracker has no number.
     arguments.prepare(args)
     checked = _megatrons_own_checks(original, args, *rest, **kwargs)
     arguments.scale_losses(args)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -125,6 +126,8 @@ class Hooks:
         # It is text, because Megatron compares what all ranks share value by value.
         self._saving = {STATE: checksums.seal_state(state), RNG: rng}
         iteration = args[0] if args else kwargs["iteration"]
+        if self._skips and "://" not in settings.save:  # those of a save that this one replaces
+            Path(_folder(settings.save, iteration), checksums.NAME).unlink(missing_ok=True)
         try:
             saved = original(*args, **kwargs)
             if writes and not is_distributed:

@@ -1,24 +1,35 @@
-"""Every token of a real corpus is trained exactly once an epoch, under every packing."""
+"""Every token of a real corpus is planned exactly once an epoch, under every packing."""
 
 from __future__ import annotations
 
+import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.layouts import further
-from trainer_runs import TINY, Flags, finish, read_metrics, start
 
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.data.corpus import Corpus, build_corpus
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_planner
 from megatron_wlb.settings.config import Config, from_flat
 
 Piece = tuple[int, int, int]
 """Tokens ``[start, stop)`` of a stored document, and how many of them have a label."""
+
+
+@pytest.fixture(scope="module")
+def code_corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two corpora of this Python's own functions and classes, of up to some 40,000 bytes."""
+    folder, stdlib = tmp_path_factory.mktemp("code"), Path(sysconfig.get_path("stdlib"))
+    parts = {"first": ("argparse", "ast", "inspect", "tarfile"), "second": ("typing", "doctest")}
+    for name, modules in parts.items():
+        files = [stdlib / f"{module}.py" for module in modules]
+        build_corpus(files, folder / name, python_definitions=True)
+    return [folder / name for name in parts]
 
 
 def all_plans(config: Config, dp_size: int) -> list[StepPlan]:
@@ -62,7 +73,7 @@ def assert_each_token_once(plans: Iterable[StepPlan], lengths: list[list[int]], 
     return sum(len(of_document) > 1 for of_document in found.values())
 
 
-PACKINGS: dict[str, Flags] = {
+PACKINGS: dict[str, dict[str, Any]] = {
     "original": {"wlb_packing": "original"},
     "fixed-greedy": {"wlb_packing": "fixed-greedy", "wlb_fixed_batches": 3},
     "fixed-solver": {"wlb_packing": "fixed-solver", "wlb_solver_limit": 0.02},
@@ -75,7 +86,7 @@ PACKINGS: dict[str, Flags] = {
 def settings(prefixes: list[Path], packing: str, **others: object) -> Config:
     if packing == "fixed-solver":
         pytest.importorskip("ortools")
-    values: Flags = PACKINGS[packing] | {
+    values = PACKINGS[packing] | {
         "data_path": tuple(map(str, prefixes)),
         "wlb_epochs": 2,
         "split": "1",
@@ -112,49 +123,3 @@ def test_a_token_lost_or_run_twice_is_noticed(code_corpora: list[Path]) -> None:
     for wrong in (plans[1:], [*plans, plans[3]]):
         with pytest.raises(AssertionError):
             assert_each_token_once(wrong, lengths, epochs=2)
-
-
-@pytest.mark.parametrize(
-    ("packing", "long_documents"),
-    [
-        ("original", "truncate"),
-        ("hold", "split"),
-        further("wlb", "split"),
-        further("original", "split"),
-        further("wlb", "truncate"),
-        further("hold", "truncate"),
-    ],
-)
-def test_one_epoch_of_training_ends_by_itself_with_every_token_trained(
-    packing: str, long_documents: str, tmp_path: Path, corpus: Path
-) -> None:
-    lengths = Corpus.open(corpus).lengths.tolist()
-    flags = TINY | {
-        "data_path": corpus,
-        "split": "1",
-        "train_iters": 10_000,
-        "seq_length": 1024,
-        "global_batch_size": 8,
-        "num_layers": 2,
-        "wlb_epochs": 1,
-        "wlb_packing": packing,
-        "wlb_long_documents": long_documents,
-        "wlb_metrics": "metrics",
-    }
-    finished = finish(start(tmp_path, 2, flags | {"pipeline_model_parallel_size": 2}))
-    assert "all documents of the 1 epochs are trained" in finished.output
-    assert "wait for a later step" not in finished.output
-    steps = list(read_metrics(tmp_path / "metrics"))
-    num_long = sum(length > 1024 for length in lengths)
-    assert num_long > 3
-    if long_documents == "split":
-        assert sum(step["tokens"] for step in steps) == sum(lengths)
-        assert sum(step["targets"] for step in steps) == sum(lengths) - len(lengths)
-    else:
-        # A token whose successor was truncated away keeps its label: only whole documents end.
-        assert sum(step["tokens"] for step in steps) == sum(min(n, 1024) for n in lengths)
-        assert sum(step["targets"] for step in steps) == (
-            sum(min(n, 1024) for n in lengths) - (len(lengths) - num_long)
-        )
-    assert steps[-1]["waiting_documents"] == 0
-    assert abs(len(steps) - sum(lengths) / (8 * 1024)) < 4
