@@ -14,6 +14,7 @@ import torch
 from _gpu_report import training
 from _gpu_report.drawing import Pictures, curves, table
 from _gpu_report.results import CPU, Results
+from megatron_wlb.runtime.trainer import distributed
 
 ROOT = Path(__file__).parents[2]
 LARGE = (
@@ -41,26 +42,26 @@ def measure(results: Results) -> None:
     folder = results.out / "host"
     flags = ["--train-iters", "100000", "--lr", "0.0001", "--wlb-cost", "analytic"]
     flags += [] if tiny else ["--bf16"]
-    flags += ["--data-path", str(folder / training.CORPUS)]
+    flags += ["--wlb-device", results.device, "--data-path", str(folder / training.CORPUS)]
     large, small = (TINY_MODEL, TINY_MODEL) if tiny else (LARGE, SMALL)
-    device = training.join_world([*flags, *large], results.device)
+    distributed.choose_device(results.device)  # before the corpus imports Megatron
     training.corpus(folder, 256 if tiny else 8192, 40 if tiny else 400)
     if "steps" not in results.figures:
-        one = training.trainer([*flags, *large], device)
+        one = training.trainer([*flags, *large])
         training.train(one, 1 if tiny else WARM_UP)
         results.put("model", " ".join(large))
-        results.put("waits", waits(one) if device != CPU else None)
+        results.put("waits", waits(one) if results.device != CPU else None)
         results.put("steps", busy(one, 1 if tiny else LOOKED_AT))
         del one
-        if device != CPU:
+        if results.device != CPU:
             torch.cuda.empty_cache()
     if "memory" not in results.figures:
-        one = training.trainer([*flags, "--wlb-epochs", "1000", *small], device)
+        one = training.trainer([*flags, *small])
         rows: list[dict[str, float]] = []
         number, every = (4, 2) if tiny else (RAGGED, EVERY)
         for step in range(0, number, every):
             training.train(one, every)
-            rows.append({"steps": step + every, **used(device)})
+            rows.append({"steps": step + every, **used(results.device)})
             results.put("memory so far", rows)
         results.put("memory", rows)
 

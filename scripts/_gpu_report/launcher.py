@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers.pretrain import MEGATRON_LM, MISSING, flash_if_there, pretrain
+from helpers.pretrain import EMULATED, UNFUSED, flash_if_there, pretrain
 from helpers.whole_windows import two_corpora
 
 from _gpu_report.drawing import Pictures, table
@@ -26,10 +26,7 @@ RUNS = (
 TINY_RUNS = ((UNEVEN, "slim"),)
 LARGE = "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --bf16"
 """Layers of 7B's size."""
-SMALL = (
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --wlb-device cpu "
-    "--distributed-backend gloo"
-)
+SMALL = f"--num-layers 1 --hidden-size 32 --num-attention-heads 2 {EMULATED}"
 FLAGS = (
     "--micro-batch-size 1 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
     "--swiglu --disable-bias-linear --normalization RMSNorm "
@@ -37,18 +34,10 @@ FLAGS = (
     "--lr-decay-style constant --no-gradient-accumulation-fusion --tokenizer-type NullTokenizer "
     f"--split 1 --log-interval 1 --eval-interval 1000 --eval-iters 0 --num-workers 0 --seed {SEED}"
 )
-UNFUSED = (
-    "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
-)
-"""Where there is no TransformerEngine."""
 NUM_WINDOWS, WARM_UP = 4, 4
 
 
 def measure(results: Results) -> None:
-    if MEGATRON_LM is None:
-        results.put("obstacle", MISSING)
-        return
-    results.figures.pop("obstacle", None)
     fused = is_fused()
     results.put("layers", "TransformerEngine's" if fused else "Megatron's own")
     window, end, steps = (64, 127, 6) if results.tiny else (16384, 8191, 12)
@@ -96,8 +85,6 @@ def steps_of(folder: Path, *flags: str) -> list[dict[str, float]]:
 
 def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
     del pictures
-    if "obstacle" in figures:
-        return [f"Not run: {figures['obstacle']}."]
     rows = []
     for key, steps in figures.items():
         if key == "layers" or len(steps) <= WARM_UP:

@@ -20,7 +20,7 @@ TINY_WARNING = (
     f"**This is the {TINY}.** It shows that the command works. Sizes are hundreds of times smaller "
     "and the kernels are others."
 )
-WHEELS = "megatron-core", "psutil", "rich", "markdown-it-py", "mdurl", "Pygments"
+WHEELS = "megatron-core psutil rich markdown-it-py mdurl Pygments"
 """What a machine with torch, numpy, matplotlib, pyyaml, tqdm, pytest and hypothesis lacks."""
 
 
@@ -111,11 +111,13 @@ def _how() -> list[str]:
         "```",
         "",
         "It needs one GPU of compute capability 8.0 or later with 40 GB, a checkout of this "
-        "project, and no network. It takes the Python that is there (`PYTHON=/path/to/python3` "
-        "names one) and installs nothing. Results go to `runs/gpu`, one JSON file a part, written "
-        "as they come. A part that is done is not done again, and one that was cut off goes on "
-        f"where it was. The limits below add up to {minutes:.0f} minutes; most parts end earlier. "
-        "The exit status is 1 only if something was computed wrong.",
+        "project, and no network. It takes the Python that is there, 3.12 or later "
+        "(`PYTHON=/path/to/python3` names one), and installs nothing. Where `MEGATRON_LM_PATH` "
+        "names a checkout of Megatron-LM, that one's `pretrain_gpt.py` runs. Results go to "
+        "`runs/gpu`, one JSON file a part, written as they come. A part that is done is not done "
+        "again, and one that was cut off goes on where it was. The limits below add up to "
+        f"{minutes:.0f} minutes; most parts end earlier. The exit status is 1 only if something "
+        "was computed wrong.",
         "",
         *table(["part", "what it tells", "at most", "needs"], rows),
         "",
@@ -127,8 +129,7 @@ def _how() -> list[str]:
         "pip download --no-deps nvidia-nccl-cu13==2.30.7",
         "unzip -j nvidia_nccl*.whl '*/libnccl.so.2'",
         "scripts/gpu_report --parts probe,ranks --limit-s 400 --nccl libnccl.so.2",
-        "MEGATRON_LM_PATH=~/Megatron-LM scripts/gpu_report --parts pipeline --limit-s 480 \\",
-        "  --nccl libnccl.so.2",
+        "scripts/gpu_report --parts pipeline --limit-s 480 --nccl libnccl.so.2",
         "```",
         "",
         "NCCL 2.30 is the first that lets ranks share a GPU (`NCCL_MULTI_RANK_GPU_ENABLE`, which "
@@ -155,7 +156,7 @@ def _how() -> list[str]:
         "pip download --dest wheels --no-deps --only-binary=:all: --python-version 3.12 \\",
         "  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\",
         "  --platform manylinux2014_x86_64 -c constraints.txt \\",
-        *_shell_lines(WHEELS),
+        f"  {WHEELS}",
         "```",
         "",
         "Then bring the checkout and `wheels` to the machine with the GPU:",
@@ -171,9 +172,3 @@ def _how() -> list[str]:
         "and says so. With TransformerEngine, and compute capability 8.9 or later, `tests` runs "
         "those of FP8 too.",
     ]
-
-
-def _shell_lines(words: tuple[str, ...]) -> list[str]:
-    """Words of a command in lines of six."""
-    lines = [" ".join(words[n : n + 6]) for n in range(0, len(words), 6)]
-    return [f"  {line}" + (" \\" if line is not lines[-1] else "") for line in lines]

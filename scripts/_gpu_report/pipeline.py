@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.pretrain import MEGATRON_LM, MISSING
+from helpers.pretrain import SCRIPT, UNFUSED
 
 from _gpu_report import launcher, sharing
 from _gpu_report.drawing import Pictures, table
@@ -49,8 +49,6 @@ def measure(results: Results) -> None:
     results.figures.pop("obstacle", None)
     on_gpu = torch.cuda.is_available() and not results.tiny
     try:
-        if MEGATRON_LM is None:
-            raise CompatibilityError(MISSING)
         if on_gpu:
             sharing.check_nccl()
         with contextlib.ExitStack() as opened:
@@ -100,7 +98,7 @@ def _flags(*, on_gpu: bool) -> list[str]:
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         flags += f"--wlb-memory-gib {MEMORY_SHARE * gib:.1f} "
     if not launcher.is_fused():
-        flags += launcher.UNFUSED
+        flags += UNFUSED
     return flags.split()
 
 
@@ -117,7 +115,7 @@ def _train(
     path = folder / "metrics.jsonl"
     path.unlink(missing_ok=True)
     own = [*more.split(), *(("--wlb-metrics", str(path)) if metrics else ())]
-    command = [sys.executable, "-m", "_gpu_report.staged", f"{MEGATRON_LM}/pretrain_gpt.py"]
+    command = [sys.executable, "-m", "_gpu_report.staged", *SCRIPT]
     given = [{**one, **environment} for one in ranks]
     said = run_together([*command, *flags, *own], given, folder, RUN_S)
     lines = path.read_text().splitlines() if metrics else []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from test_gpu_smoke import train
+from helpers.pretrain import EMULATED, UNFUSED
+from test_gpu_smoke import FIRST, THEN, train
 
 from _gpu_report import training
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import CPU, Results
+from megatron_wlb.runtime.saving.newest import TRACKER
 
 PACKINGS = ("original", "hold", "slim")
 NUM_STEPS, TINY_STEPS = 20, 2
@@ -22,25 +23,22 @@ BF16_ABSOLUTE = 0.15
 
 
 def measure(results: Results) -> None:
-    folder = results.out / "smoke_training"
+    folder = results.out.absolute() / "smoke_training"
     prefix = training.corpus(folder, WINDOW, 100)
-    steps = TINY_STEPS if results.tiny else NUM_STEPS
+    steps = f"--train-iters {TINY_STEPS if results.tiny else NUM_STEPS}"
     # Where there is no GPU a second run on the CPU stands in for it: the path is the same.
-    kinds = {"cpu": (CPU,), "fp32": (results.device,), "bf16": (results.device, "--bf16")}
+    device = EMULATED if results.device == CPU else UNFUSED
+    kinds = {"cpu": EMULATED, "fp32": device, "bf16": f"{device} --bf16"}
     if results.tiny:
         kinds.pop("bf16")
+    if not (folder / "weights" / TRACKER).exists():
+        train(folder, prefix, "first", EMULATED, FIRST)
     for packing in PACKINGS[-1:] if results.tiny else PACKINGS:
-        where = folder / packing
-        if not any(key.startswith(f"{packing}, ") for key in results.figures):
-            shutil.rmtree(where, ignore_errors=True)  # weights of a run that did not end
-        where.mkdir(exist_ok=True)
-        for kind, (device, *more) in kinds.items():
-            flags = ["--wlb-device", device, *more, "--wlb-packing", packing]
-            flags += ["--transformer-impl", "local"]  # whose weights have the CPU's names
-            flags += ["--train-iters", str(steps), "--exit-interval", str(steps)]
+        for kind, flags in kinds.items():
+            own = f"{flags} --wlb-packing {packing} {steps}"
             results.once(
                 f"{packing}, {kind}",
-                lambda w=where, k=kind, f=flags: train(w, prefix, k, *f),
+                lambda n=f"{packing}-{kind}", f=own: train(folder, prefix, n, THEN, f),
             )
 
 

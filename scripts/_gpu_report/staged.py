@@ -1,4 +1,4 @@
-"""The launcher, timing passes by the GPU's clock: ``python -m _gpu_report.staged SCRIPT …``.
+"""The launcher, timing passes by the GPU's clock: ``python -m _gpu_report.staged [SCRIPT] …``.
 
 Megatron's timers wait for the device at both ends of what they time. That would keep the host from
 running ahead, and slow what is measured. Events in the stream that computes need no waiting. Of
@@ -79,7 +79,7 @@ def install(timers: Any, make_event: Any) -> None:
 def main() -> int:
     run_script = launch.run_script
 
-    def run(script: str, flags: Any) -> None:
+    def run(script: str | None, flags: Any) -> None:
         from megatron.core import timers
 
         from megatron_wlb.runtime.emulation import cpu

@@ -1,4 +1,4 @@
-"""The embedded trainer in the part's own process, on one device and uneven documents."""
+"""Steps in the part's own process, on one device and uneven documents."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 from _gpu_report.running import world
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.runtime.trainer import distributed
+from megatron_wlb.settings.command_line import parse
 
 CORPUS = "texts"
 SEED = 1
@@ -31,26 +33,14 @@ def corpus(folder: Path, window: int, num_windows: int) -> Path:
     return folder / CORPUS
 
 
-def join_world(flags: Sequence[str], device: str) -> str:
-    """A world of this process alone, as torchrun would make it; the device's name for the trainer.
+def trainer(flags: Sequence[str]) -> Any:
+    """A trainer in a world of this process alone, as torchrun would make it; the one before ends.
 
-    Must run before Megatron is imported.
+    The device must be chosen before (:func:`.distributed.choose_device`).
     """
+    distributed.shutdown()
     os.environ |= world(1)[0]
-    from megatron_wlb.runtime.trainer import distributed
-    from megatron_wlb.settings.command_line import parse
-
-    chosen = distributed.choose_device(device)
-    distributed.initialize(parse(flags), chosen)
-    return chosen
-
-
-def trainer(flags: Sequence[str], device: str) -> Any:
-    """A trainer in that world."""
-    from megatron_wlb.runtime.trainer.loop import Trainer
-    from megatron_wlb.settings.command_line import parse
-
-    return Trainer(parse(flags), device)
+    return distributed.start(parse(flags))
 
 
 def train(one: Any, num_steps: int) -> None:
@@ -58,4 +48,4 @@ def train(one: Any, num_steps: int) -> None:
     for _ in range(num_steps):
         plan = one.planner.next_plan()
         assert plan is not None, "the corpus is long enough"
-        one.train_step(plan)
+        one.step(plan)

@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-r"""Does a packing change what is learned? The same model and text, several seeds, equal tokens.
+r"""Does a packing change what is learned? The same model and text, several seeds, equal steps.
 
-Each packing trains with each seed; runs with one seed start from the same weights and take the same
-documents in the same order. Held-out documents are whole modules of the interpreter's library that
-no run trains on, and the loss on them is by length. A run that is there is kept, so that a study
-that was stopped goes on, and one can be given more seeds: the table is of all runs in the folder,
-and with --page of those in the file of runs beside the page, which it writes anew.
---minutes gives each run equal time on two cores (PP=2) instead. --small trains a smaller model, for
+Each packing trains with each seed, under the launcher, in Megatron's own loop; runs with one seed
+start from the same weights and take the same documents in the same order. Held-out documents are of
+modules of the interpreter's library that no run trains on, and the loss on them is by length. A run
+that is there is kept, so that a study that was stopped goes on, and one can be given more seeds:
+the table is of all runs in the folder, and with --page of those in the file of runs beside the
+page, which it writes anew.
+--minutes compares after equal time on two cores (PP=2) instead. --small trains a smaller model, for
 many seeds, beside controls: `fixed-greedy:64` delays much, `fewer` trains a tenth less.
 
     scripts/evidence/convergence.py --out runs/learning       # hours: 3 seeds of 7 packings
     scripts/evidence/convergence.py --out /tmp/short --tokens 1e5 --seeds 1 --packings original hold
     scripts/evidence/convergence.py --small --tokens 6e5 --seeds 1 2 3 4 5 6 7 8 --packings \
         original hold-default slim fewer    # an hour
-    scripts/evidence/convergence.py --out runs/learning --page docs/learning.md  # page anew
+    scripts/evidence/convergence.py --out runs/learning --page PAGE.md  # its table too
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,19 +31,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from _common import add_seeds, parser_of
-from _convergence import study
+from _convergence import noted_loss, study
 from _quickstart.corpus import EXCLUDED
-from _quickstart.recording import SMALL_MODEL
 from rich.console import Console
 
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.corpus import Corpus, build_corpus, megatron_indexed_dataset
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.planning.packing import PackingSettings
 
-HERE = Path(__file__).parent
 PACKINGS = {
     "original": "original",
     "fixed-greedy:8": "fixed-greedy:8",
@@ -61,9 +62,17 @@ TRAINED = {"fewer": 0.9}
 MOST_OF_A_STEP = {"hold": 0.0, "hold:4": 0.0, "hold-cap": 1.1}
 """The most tokens of a step, in global batches; 0 is no bound."""
 FLAGS = (
-    *("--split", "90,10,0", "--lr", "2e-3", "--min-lr", "2e-4"),
-    *("--weight-decay", "0.1", "--wlb-device", "cpu"),
+    *("--micro-batch-size", "1", "--position-embedding-type", "rope", "--hidden-dropout", "0"),
+    *("--attention-dropout", "0", "--lr", "2e-3", "--min-lr", "2e-4", "--lr-decay-style", "cosine"),
+    *("--weight-decay", "0.1", "--adam-beta2", "0.95", "--tokenizer-type", "NullTokenizer"),
+    *("--log-interval", "100", "--eval-iters", "1", "--wlb-device", "cpu"),
+    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--no-rope-fusion"),
+    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
 )
+TRAINED_SHARE = 0.9
+"""Of the text's documents, its first ones; held out are some of the others."""
+HELD_OUT, HELD_OUT_SEED = 60, 20
+"""Documents of each length, and what chooses them: the same ones for all runs."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,50 @@ TIME = Setting(
     window=8192,
     num_micro_batches=4,
     num_processes=2,
-    flags=(*SMALL_MODEL, "--pipeline-model-parallel-size", "2", "--wlb-cost", "measured"),
+    flags=(
+        *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"),
+        *("--pipeline-model-parallel-size", "2", "--wlb-cost", "measured"),
+    ),
 )
 """With equal time: where packings differ in speed, as in the quickstart."""
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    return TIME if options.minutes else SMALL if options.small else TOKENS
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Corpora that runs train on and are asked of, cut of one."""
+
+    trained: str
+    held_out: str
+    vocab_size: int
+
+    @classmethod
+    def build(cls, folder: Path, window: int) -> Texts:
+        """Held-out documents have at most a window, so that each is asked whole."""
+        info = build_corpus(
+            [sysconfig.get_path("stdlib")], folder / "corpus", python_definitions=True,
+            exclude=EXCLUDED, force=True, reuse=True,
+        )  # fmt: skip
+        whole, random = Corpus.open(info.prefix), np.random.default_rng(HELD_OUT_SEED)
+        first = round(TRAINED_SHARE * len(whole.lengths))
+        lengths = np.minimum(whole.lengths[first:], window)
+        kinds = np.searchsorted(study.BUCKETS, lengths)
+        chosen = [
+            random.permutation(np.flatnonzero((kinds == kind) & (lengths > 1)))[:HELD_OUT] + first
+            for kind in range(len(study.LENGTHS))
+        ]
+        names = f"{folder}/trained", f"{folder}/held-out-{window}"
+        for name, numbers in zip(names, (range(first), np.concatenate(chosen)), strict=True):
+            most = window if name == names[1] else whole.lengths.max()
+            builder = megatron_indexed_dataset().IndexedDatasetBuilder(f"{name}.bin", np.uint16)
+            for number in map(int, numbers):
+                tokens = whole.tokens(number, 0, int(min(whole.lengths[number], most)))
+                builder.add_document(tokens, [len(tokens)])
+            builder.finalize(f"{name}.idx")
+        return cls(*names, info.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -113,40 +163,59 @@ class Job:
     seed: int
     result: Path
 
-    def command(self, options: argparse.Namespace, prefix: str) -> list[str]:
-        setting = TIME if options.minutes else SMALL if options.small else TOKENS
-        window, num_micro_batches = setting.window, setting.num_micro_batches
+    def steps(self, options: argparse.Namespace) -> tuple[int, int]:
+        """Those of the run, and those between two looks."""
+        setting = setting_of(options)
         tokens = options.tokens * TRAINED.get(self.packing, 1)
-        steps = round(tokens / (window * num_micro_batches))
-        packing = PackingSettings.parse(PACKINGS[self.packing], window, 2 * window)
+        steps = round(tokens / (setting.window * setting.num_micro_batches))
+        return steps, math.ceil(steps / options.looks)
+
+    def command(self, options: argparse.Namespace, texts: Texts) -> list[str]:
+        setting, (steps, interval) = setting_of(options), self.steps(options)
+        window, num_micro_batches = setting.window, setting.num_micro_batches
         batch = window * num_micro_batches
+        packing = PackingSettings.parse(PACKINGS[self.packing], window, 2 * window)
         cap = MOST_OF_A_STEP.get(self.packing)
+        held_out = Corpus.open(texts.held_out)
+        windows = math.ceil(held_out.lengths.sum() / window) + 1  # which are one step
         return [
             *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
-            *("--nproc-per-node", str(setting.num_processes)),
-            *(str(HERE / "_convergence/learn.py"), "--result", str(self.result)),
-            *("--tokens", str(tokens), "--seconds", str(60 * options.minutes)),
-            *("--looks", str(options.looks), "--seed", str(self.seed)),
-            *("--data-path", prefix, "--train-iters", str(steps)),
+            *("--nproc-per-node", str(setting.num_processes), "-m", "megatron_wlb.launch"),
+            *("--train-data-path", texts.trained, "--valid-data-path", texts.held_out),
+            *("--vocab-size", str(texts.vocab_size - 1)),  # and the end of documents
+            *("--seed", str(self.seed), "--train-iters", str(steps)),
             *("--lr-warmup-iters", str(steps // 20)),
-            *("--seq-length", str(window), "--global-batch-size", str(num_micro_batches)),
+            *("--eval-interval", str(interval)),
+            *("--seq-length", str(window), "--max-position-embeddings", str(window)),
+            *("--global-batch-size", str(num_micro_batches)),
+            *("--eval-global-batch-size", str(windows)),
+            *("--wlb-loss", noted_loss.__file__, "--wlb-metrics", str(self.metrics)),
             *FLAGS, *setting.flags, *packing.flags(),
             *([] if cap is None else ["--wlb-max-step-tokens", str(round(cap * batch))]),
         ]  # fmt: skip
 
-    def run(self, options: argparse.Namespace, prefix: str, console: Console) -> None:
+    @property
+    def metrics(self) -> Path:
+        return self.result.with_suffix(".jsonl")
+
+    def run(self, options: argparse.Namespace, texts: Texts, console: Console) -> None:
         """Raises :class:`ConfigError` for a run that fails: names its log."""
         start_s, log = time.monotonic(), self.result.with_suffix(".log")
+        notes = self.result.with_suffix(".notes")
+        for path in (self.metrics, notes):  # of a run that did not end
+            path.unlink(missing_ok=True)
         with log.open("w", encoding="utf-8") as file:
-            command, env = self.command(options, prefix), {**os.environ, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False
-            )
+                self.command(options, texts), stdout=file, stderr=subprocess.STDOUT, check=False,
+                env={**os.environ, "OMP_NUM_THREADS": "1", noted_loss.NOTES: str(notes)},
+            )  # fmt: skip
         if done.returncode:
             raise ConfigError(f"{self.packing}, seed {self.seed} failed; see {log}")
-        loss = json.loads(self.result.read_text(encoding="utf-8"))["looks"][-1]["loss"]
+        lengths = Corpus.open(texts.held_out).lengths
+        run = study.Run.of(self.metrics, notes, lengths, self.steps(options)[1])
+        run.write(self.result)
         console.print(
-            f"{self.packing}, seed {self.seed}: held-out loss {loss:.4f} after "
+            f"{self.packing}, seed {self.seed}: held-out loss {run.loss[-1]:.4f} after "
             f"{time.monotonic() - start_s:.0f} s"
         )
 
@@ -160,8 +229,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder")
     parser.add_argument("--packings", nargs="+", choices=PACKINGS, default=ALL)
     add_seeds(parser)
-    flag(parser, "--tokens X", "of each run", 4e6)
-    flag(parser, "--minutes X", "of each run on two cores", 0.0)
+    flag(parser, "--tokens X", "of each run, in whole steps", 4e6)
+    flag(parser, "--minutes X", "of steps after which runs on two cores are compared", 0.0)
     parser.add_argument("--small", action="store_true", help="a smaller model, for many seeds")
     flag(parser, "--looks N", "at held-out documents", 8)
     flag(parser, "--jobs N", "runs at once (default: one a core)", 0)
@@ -172,14 +241,11 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(stderr=options.json, highlight=False)
     options.out.mkdir(parents=True, exist_ok=True)
-    prefix = build_corpus(
-        [sysconfig.get_path("stdlib")], options.out / "corpus", python_definitions=True,
-        exclude=EXCLUDED, force=True, reuse=True,
-    ).prefix  # fmt: skip
-    kind = f"pp2-{options.minutes:g}min" if options.minutes else f"{options.tokens:g}"
+    texts = Texts.build(options.out.absolute(), setting_of(options).window)
+    kind = f"pp2-{options.minutes:g}min" if options.minutes else f"{options.tokens:g}-tokens"
     kind = f"small-{kind}" if options.small else kind
     jobs = [
-        Job(packing, seed, options.out / result_of(kind, packing, seed))
+        Job(packing, seed, options.out.absolute() / result_of(kind, packing, seed))
         for seed in options.seeds
         for packing in options.packings
     ]
@@ -188,7 +254,7 @@ def main() -> int:
     at_once = 1 if options.minutes else options.jobs or len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            list(pool.map(lambda job: job.run(options, prefix, console), missing))
+            list(pool.map(lambda job: job.run(options, texts, console), missing))
         except ConfigError:
             pool.shutdown(cancel_futures=True)
             raise
@@ -196,7 +262,9 @@ def main() -> int:
     runs = study.kept(beside) if beside else {}
     for packing in PACKINGS:
         for path in options.out.glob(result_of(kind, packing, "*")):
-            runs[packing, int(path.stem.rpartition("_")[2])] = study.Run.read(path)
+            run = study.Run.read(path)
+            run = run.until(60 * options.minutes) if options.minutes else run
+            runs[packing, int(path.stem.rpartition("_")[2])] = run
     found = study.Study(
         {key: runs[key] for name in PACKINGS for key in sorted(runs) if key[0] == name}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def run(folder: Path) -> tuple[dict[str, Any], str]:
         "convergence.py",
         "--out",
         folder,
-        "--json --seeds 1 --packings original hold --tokens 3e4 --looks 1",
+        "--json --small --seeds 1 --packings original hold --tokens 5e4 --looks 2",
         COLUMNS="200",
     )
     assert done.returncode == 0, done.stderr
@@ -23,19 +24,20 @@ def run(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.long
-def test_study_trains_packings_from_the_same_weights_and_goes_on(tmp_path: Path) -> None:
+def test_study_trains_packings_in_megatrons_loop_and_goes_on(tmp_path: Path) -> None:
     found, said = run(tmp_path)
     assert "2 runs, 0 of them there" in said
-    looks = {
-        packing: json.loads((tmp_path / f"30000_{packing}_1.json").read_text())["looks"]
-        for packing in ("original", "hold")
-    }
-    for first, last in looks.values():
-        assert first["tokens"] == 0 and last["tokens"] >= 3e4
-        assert last["loss"] < first["loss"] - 0.5, "it learns"
-    assert looks["original"][0]["losses"] == looks["hold"][0]["losses"]
-    assert looks["original"][1]["losses"] != looks["hold"][1]["losses"]
+    last = {}
+    for packing in ("original", "hold"):
+        name = f"small-50000-tokens_{packing}_1"
+        one = json.loads((tmp_path / f"{name}.json").read_text())
+        assert one["steps"] == [4, 8] and one["tokens"][-1] == pytest.approx(5e4, rel=0.1)
+        assert one["loss"][1] < one["loss"][0] - 0.1, "it learns"
+        log = (tmp_path / f"{name}.log").read_text()
+        told = re.findall(r"validation loss at iteration \d \| lm loss value: (\S+)", log)
+        assert [float(loss) for loss in told] == pytest.approx(one["loss"], rel=1e-6)
+        last[packing] = one["loss"][-1]
     ended = found["packings"]["hold"]["at the end"]
-    assert ended["difference"] == looks["hold"][1]["loss"] - looks["original"][1]["loss"]
+    assert ended["difference"] == last["hold"] - last["original"] != 0
     again, said = run(tmp_path)
     assert again == found and "2 runs, 2 of them there" in said

@@ -1,30 +1,27 @@
 """FP8 on one GPU: products take the rows that plans give them, and steps train as in bf16.
 
-This file is also the program that the tests run, one process a time:
-``torchrun … test_gpu_fp8.py RESULT RECIPE ROWS [trainer's flags]``.
+This file is also a program: the launcher, whose FP8 needs lengths of another recipe,
+``torchrun … test_gpu_fp8.py RECIPE ROWS [flags]``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_gpu_smoke import corpus, torchrun  # noqa: F401  # a fixture
+from helpers.pretrain import FUSED, torchrun
+from test_gpu_smoke import FLAGS as SMOKE
+from test_gpu_smoke import corpus  # noqa: F401  # a fixture
 
+from megatron_wlb.cost import fp8
 from megatron_wlb.cost.fp8 import ROWS, row_multiple
 
 RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
-NUM_STEPS = 6
-FLAGS = (
-    "--wlb-device cuda --bf16 --transformer-impl transformer_engine --hidden-size 128 "
-    "--num-layers 2 --seq-length 512 --global-batch-size 4 --lr 0.001 --wlb-packing hold"
-)
+FLAGS = f"{SMOKE} {FUSED} --bf16 --num-layers 2 --hidden-size 128 --lr 0.001"
 
 
 def scaling(recipe: str) -> Any:
@@ -87,52 +84,22 @@ def test_gpu_products_refuse_what_is_no_row() -> None:
             layer(x)
 
 
-def run(result: Path, recipe: str, rows: str, argv: Sequence[str]) -> None:
-    """Trains some steps, in FP8 by ``recipe`` or, if that is bf16, in none; writes the losses.
+def train(
+    folder: Path, prefix: Path, recipe: str, packing: str, rows: str | None = None
+) -> list[dict[str, float]]:
+    """The steps of a launched run, in FP8 by ``recipe`` or, if that is bf16, in none.
 
     Lengths are those of the recipe ``rows``.
     """
-    from megatron_wlb.runtime.trainer import distributed
-    from megatron_wlb.settings.command_line import parse
-
-    config = parse(argv)
-    device = distributed.choose_device(config.wlb.wlb_device)
-    distributed.initialize(config, device)
-    from megatron_wlb.runtime.gpt import build
-    from megatron_wlb.runtime.trainer.trainer import Trainer
-
-    make = build.transformer_config
-
-    def in_fp8(settings: Any) -> Any:
-        core = make(settings)
-        core.fp8, core.fp8_recipe = "hybrid", recipe
-        return core
-
-    if recipe != "bf16":
-        build.transformer_config = in_fp8
-    training = replace(config.training, fp8_format="hybrid", fp8_recipe=rows)
-    trainer = Trainer(replace(config, training=training), device)
-    losses, lengths, padding = [], [], 0
-    for _ in range(NUM_STEPS):
-        plan = trainer.planner.next_plan()
-        assert plan is not None
-        lengths += [m.padded_length for m in plan]
-        padding += plan.padding_tokens
-        losses.append(trainer.step(plan)[0].mean)
-    if torch.distributed.get_rank() == 0:
-        result.write_text(json.dumps([losses, lengths, padding]))
-    distributed.shutdown()
+    name = f"{recipe}-{rows}"
+    words = f"{FLAGS} --data-path {prefix} --wlb-packing {packing} --wlb-metrics {name}"
+    words += "" if recipe == "bf16" else f" --fp8-format hybrid --fp8-recipe {recipe}"
+    torchrun(folder, [__file__, recipe, rows or recipe, *words.split()])
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def train(
-    folder: Path, prefix: Path, recipe: str, rows: str, *flags: str
-) -> tuple[list[float], list[int], int]:
-    """Losses, lengths of micro-batches and tokens of padding of a run in a process of its own."""
-    result = folder / f"{recipe} {rows}"
-    argv = [str(result), recipe, rows, *FLAGS.split(), "--data-path", str(prefix), *flags]
-    torchrun(__file__, folder, *argv)
-    losses, lengths, padding = json.loads(result.read_text())
-    return losses, lengths, padding
+def losses(steps: list[dict[str, float]]) -> list[float]:
+    return [step["loss"] for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -146,24 +113,31 @@ def test_gpu_trains_in_fp8_as_in_bf16(
     packing: str,
 ) -> None:
     scaling(recipe)
-    flags = ["--wlb-packing", packing]
-    exact, lengths, padding = train(tmp_path, corpus, "bf16", recipe, *flags)
-    losses, same, _ = train(tmp_path, corpus, recipe, recipe, *flags)
-    assert same == lengths and padding and len(set(lengths)) > 3
+    exact = train(tmp_path, corpus, "bf16", packing)
+    found = train(tmp_path, corpus, recipe, packing)
+    lengths = [step["tokens"] + step["padding"] for step in found]
+    assert any(step["padding"] for step in found) and len(set(lengths)) > 3
     assert all(length % ROWS[recipe].whole == 0 for length in lengths)
-    assert exact[-1] < exact[0] - 0.3
+    assert losses(exact)[-1] < losses(exact)[0] - 0.3
     # Weights of the last step count: a cache of the first one's would give another loss.
-    assert losses != exact and losses == pytest.approx(exact, abs=0.1)
+    assert losses(found) != losses(exact) and losses(found) == pytest.approx(losses(exact), abs=0.1)
 
 
 def test_gpu_padding_changes_no_loss_in_fp8(tmp_path: Path, corpus: Path) -> None:  # noqa: F811
     scaling("tensorwise")
-    short, _, less = train(tmp_path, corpus, "tensorwise", "tensorwise")
-    long, _, more = train(tmp_path, corpus, "tensorwise", "custom")
-    assert more > 2 * less
+    short = train(tmp_path, corpus, "tensorwise", "hold")
+    long = train(tmp_path, corpus, "tensorwise", "hold", "custom")
+    assert sum(s["padding"] for s in long) > 2 * sum(s["padding"] for s in short)
     # Padding may have the largest number, which moves the scale of a tensor: other roundings.
-    assert long == pytest.approx(short, abs=0.02)
+    assert losses(long) == pytest.approx(losses(short), abs=0.02)
+
+
+def main(recipe: str, rows: str, flags: list[str]) -> int:
+    from megatron_wlb import launch
+
+    fp8.ROWS = dict(fp8.ROWS) | ({} if recipe == "bf16" else {recipe: fp8.ROWS[rows]})
+    return launch.main(flags)
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

@@ -1,94 +1,38 @@
 """A few steps on one GPU give the losses of the CPU emulation, from the same weights.
 
-This file is also the program that the tests run, one process a time:
-``torchrun … test_gpu_smoke.py RESULT WEIGHTS [trainer's flags]``.
+This file is also the program of the tests that ask something of each step, or change a setting that
+is no flag: ``torchrun … test_gpu_smoke.py NAME [flags]`` with the name of a function.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.pretrain import EMULATED, FUSED, UNFUSED, losses, torchrun
 
-ROOT = Path(__file__).parents[2]
 NUM_STEPS = 6
+MODEL = "--hidden-size 64 --seq-length 512 --global-batch-size 4 --lr 0.003"
+FLAGS = (
+    f"{MODEL} --num-layers 4 --num-attention-heads 4 --max-position-embeddings 512 "
+    "--micro-batch-size 1 --lr-decay-style constant --position-embedding-type rope "
+    "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 256 "
+    f"--split 1 --log-interval 1 --eval-interval 1000 --eval-iters 0 --train-iters {NUM_STEPS}"
+)
+FIRST = "--train-iters 1 --save weights --save-interval 1"
+"""Leaves weights, which all others begin with."""
+THEN = "--load weights --finetune --no-load-optim --no-load-rng"
+LAYERS = FUSED if find_spec("transformer_engine") else UNFUSED
 
 
-def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
-    """Trains from ``weights``, which the first run leaves there; writes the losses."""
-    from megatron_wlb.runtime.trainer import distributed
-    from megatron_wlb.settings.command_line import parse
-
-    config = parse(argv)
-    trainer = distributed.start(config)
-    import torch
-
-    from megatron_wlb.runtime.trainer import checkpoint
-
-    (gpt,) = trainer.model.gpts
-    device = trainer.model.device.type
-    trainer.model.config.batch_p2p_sync = "P2P_SYNC" in os.environ
-    if torch.distributed.get_world_size() == 1:
-        parameters = dict(gpt.named_parameters())
-        if not weights.exists():
-            torch.save({k: p.detach().float().cpu() for k, p in parameters.items()}, weights)
-        stored = torch.load(weights)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(stored[name])
-        trainer.optimizer.reload_model_params()
-    checkpoint.load(trainer)
-    for _ in range(trainer.iteration):
-        trainer.planner.next_plan()
-    losses = []
-    while trainer.iteration < int(os.environ.get("STOP", NUM_STEPS)):
-        plan = trainer.planner.next_plan()
-        assert plan is not None
-        if device == "cuda" and trainer.iteration >= 2:  # states are made and kernels are chosen
-            torch.cuda.set_sync_debug_mode(os.environ.get("SYNC_DEBUG_MODE", "default"))
-        loss = trainer.gradients(plan)
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-        losses.append(loss.mean)
-        trainer.update()
-    if config.checkpoint.save is not None:
-        checkpoint.save(trainer)
-    if torch.distributed.get_rank() == 0:
-        result.write_text(json.dumps({"device": device, "losses": losses}))
-    distributed.shutdown()
-
-
-def torchrun(file: str, folder: Path, *argv: str, num_gpus: int = 1, **more: str) -> None:
-    """Runs a file of this folder in processes of its own, with ``more`` in their environment."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_gpus), file, *argv]
-    # Megatron may be on the path instead of installed.
-    known = (str(ROOT), os.path.dirname(__file__), os.environ.get("PYTHONPATH"))
-    paths = os.pathsep.join(filter(None, known))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-
-
-def train(
-    folder: Path, corpus: Path, name: str, *flags: str, num_gpus: int = 1, **more: str
-) -> list[float]:
-    """Losses of a run in processes of its own, with ``more`` in their environment."""
-    argv = [str(folder / name), str(folder / "weights"), "--data-path", str(corpus)]
-    argv += ["--train-iters", str(NUM_STEPS), "--lr", "0.003", "--global-batch-size", "4"]
-    argv += ["--seq-length", "512", "--hidden-size", "64", "--wlb-packing", "hold", *flags]
-    torchrun(__file__, folder, *argv, num_gpus=num_gpus, **more)
-    result = json.loads((folder / name).read_text())
-    assert result["device"].startswith("cpu" if "cpu" in flags else "cuda")
-    losses: list[float] = result["losses"]
-    return losses
+def train(folder: Path, corpus: Path, name: str, *flags: str, num_gpus: int = 1) -> list[float]:
+    """Losses of a launched run."""
+    own = f"--data-path {corpus} --wlb-packing hold"
+    return losses(folder, name, FLAGS, own, *flags, num_gpus=num_gpus)
 
 
 @pytest.fixture(scope="module")
@@ -103,27 +47,29 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_gpu_trains_as_the_cpu_does(tmp_path: Path, corpus: Path) -> None:
+    train(tmp_path, corpus, "first", EMULATED, FIRST)
+    emulated = train(tmp_path, corpus, "emulated", EMULATED, THEN)
     # Weights of TransformerEngine's layers have other names.
-    local = ["--transformer-impl", "local"]
-    emulated = train(tmp_path, corpus, "emulated", *local, "--wlb-device", "cpu")
-    real = train(tmp_path, corpus, "fp32", *local, "--wlb-device", "cuda")
+    real = train(tmp_path, corpus, "fp32", UNFUSED, THEN)
     assert emulated[-1] < emulated[0] - 0.5
     # fp32 on both; sums in another order, over some optimizer steps.
     assert real == pytest.approx(emulated, rel=1e-3)
     # Negative control: one step earlier or later is another loss.
     assert real[:-1] != pytest.approx(emulated[1:], rel=1e-3)
 
-    rounded = train(tmp_path, corpus, "bf16", *local, "--wlb-device", "cuda", "--bf16")
+    rounded = train(tmp_path, corpus, "bf16", UNFUSED, THEN, "--bf16")
     assert rounded != real
     assert rounded == pytest.approx(real, abs=0.1)
 
 
 def test_gpu_run_resumes_where_it_was_saved(tmp_path: Path, corpus: Path) -> None:
-    """Weights, optimizer and the GPU's random numbers (dropout) among them."""
-    flags = ["--wlb-device", "cuda", "--hidden-dropout", "0.1", "--use-distributed-optimizer"]
+    """Weights, optimizer, packing and the GPU's random numbers (dropout) among them."""
+    sharded = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    flags = [LAYERS, f"--hidden-dropout 0.1 {sharded} --ckpt-format torch_dist"]
     whole = train(tmp_path, corpus, "whole", *flags)
-    first = train(tmp_path, corpus, "first", *flags, "--save", "ck", STOP="3")
-    second = train(tmp_path, corpus, "second", *flags, "--load", "ck")
+    saves = "--save ck --save-interval 3 --exit-interval 3"
+    first = train(tmp_path, corpus, "first", *flags, saves)
+    second = train(tmp_path, corpus, "second", *flags, "--load ck")
     # Not bitwise: some CUDA kernels add in no fixed order.
     assert first + second == pytest.approx(whole, rel=1e-4)
 
@@ -131,8 +77,8 @@ def test_gpu_run_resumes_where_it_was_saved(tmp_path: Path, corpus: Path) -> Non
 @pytest.mark.parametrize("dtype", ["--bf16", ""])
 def test_gpu_step_is_queued_up_without_waiting(tmp_path: Path, corpus: Path, dtype: str) -> None:
     """An operation for which the host waits is an error from the third step on."""
-    flags = ["--wlb-device", "cuda", *dtype.split()]
-    assert train(tmp_path, corpus, "queued", *flags, SYNC_DEBUG_MODE="error")
+    flags = f"{MODEL} --wlb-device cuda --wlb-packing hold --data-path {corpus} {dtype}".split()
+    torchrun(tmp_path, [__file__, "without_waiting", *flags])
 
 
 def test_gpu_pipeline_needs_no_synchronisation(tmp_path: Path, corpus: Path) -> None:
@@ -140,12 +86,42 @@ def test_gpu_pipeline_needs_no_synchronisation(tmp_path: Path, corpus: Path) -> 
 
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL has no two ranks on one device; a pipeline needs two")
-    flags = ["--wlb-device", "cuda", "--pipeline-model-parallel-size", "2", "--num-layers", "4"]
-    without = train(tmp_path, corpus, "without", *flags, num_gpus=2)
-    synchronised = train(tmp_path, corpus, "with", *flags, num_gpus=2, P2P_SYNC="1")
+    flags = f"{LAYERS} --pipeline-model-parallel-size 2 --num-layers 4"
+    without = train(tmp_path, corpus, "without", flags, num_gpus=2)
+    words = f"{FLAGS} {flags} --data-path {corpus} --wlb-packing hold --wlb-metrics with".split()
+    torchrun(tmp_path, [__file__, "synchronised", *words], num_gpus=2)
+    lines = (tmp_path / "with").read_text().splitlines()
     # Not bitwise: some CUDA kernels add in no fixed order.
-    assert without == pytest.approx(synchronised, rel=1e-4)
+    assert without == pytest.approx([json.loads(line)["loss"] for line in lines], rel=1e-4)
+
+
+def without_waiting() -> None:
+    from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.settings.command_line import parse
+
+    trainer = distributed.start(parse(sys.argv[2:]))
+    import torch
+
+    for number in range(NUM_STEPS):
+        plan = trainer.planner.next_plan()
+        assert plan is not None
+        # States are made and kernels are chosen in the first two.
+        torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")
+        loss, *_ = trainer.step(plan)
+        torch.cuda.set_sync_debug_mode("default")
+        assert loss.mean > 0
+    distributed.shutdown()
+
+
+def synchronised() -> None:
+    """The launcher, with stages that wait for the device at each exchange."""
+    from megatron_wlb import launch
+    from megatron_wlb.runtime.megatron_lm import chunks
+
+    chunks.BATCH_P2P_SYNC = True
+    sys.exit(launch.main(sys.argv[2:]))
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    program: Callable[[], None] = globals()[sys.argv[1]]
+    program()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers.pretrain import MEGATRON_LM, MISSING, pretrain
+from helpers.pretrain import losses
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 "
@@ -20,26 +19,21 @@ FLAGS = (
 )
 
 
-def losses(folder: Path, num_gpus: int, name: str, *flags: str) -> list[float]:
-    pretrain(folder, FLAGS, f"--wlb-metrics {name}", *flags, num_gpus=num_gpus)
-    return [json.loads(line)["loss"] for line in (folder / name).read_text().splitlines()]
-
-
 @pytest.mark.parametrize("precision", ["", "--fp8-format hybrid --fp8-recipe tensorwise"])
 def test_gpu_trains_strategies_as_it_does_one_layout(tmp_path: Path, precision: str) -> None:
     import torch
 
     pytest.importorskip("transformer_engine")
-    if MEGATRON_LM is None:
-        pytest.skip(MISSING)
     if precision and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
     num = min(torch.cuda.device_count(), 2)
     texts = ["tp1:2k"] if num == 1 else ["2*tp1:2k", "tp2:2k", "pp2:2k", "cp2:2k"]
     lines = [f"num_devices: {num}", f"devices_per_node: {num}", "strategies:"]
     (tmp_path / "strategies.yaml").write_text("\n".join([*lines, *(f"- {text}" for text in texts)]))
-    alone = losses(tmp_path, 1, "alone", "--wlb-packing slim", precision)
-    unlike = losses(tmp_path, num, "unlike", "--wlb-strategies strategies.yaml", precision)
+    alone = losses(tmp_path, "alone", FLAGS, "--wlb-packing slim", precision)
+    unlike = losses(
+        tmp_path, "unlike", FLAGS, "--wlb-strategies strategies.yaml", precision, num_gpus=num
+    )
     # Other micro-batches, layouts and orders of sums in bf16.
     assert unlike == pytest.approx(alone, abs=0.03)
     assert alone[-1] < alone[0] - 0.3

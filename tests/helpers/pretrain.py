@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
-MISSING = "MEGATRON_LM_PATH names no checkout of Megatron-LM"
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+SCRIPT = [f"{CHECKOUT}/pretrain_gpt.py"] if CHECKOUT else []
+"""What the launcher is told to run: a checkout's, or nothing, for the script that stands in."""
+FUSED = "--transformer-impl transformer_engine --no-gradient-accumulation-fusion"
+UNFUSED = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-rope-fusion"
+)
+"""Layers of torch and Megatron alone, which a CPU has too."""
+EMULATED = f"--wlb-device cpu --distributed-backend gloo {UNFUSED}"
 
 
 def pretrain(folder: Path, *flags: str, num_gpus: int = 1) -> str:
@@ -19,17 +28,33 @@ def pretrain(folder: Path, *flags: str, num_gpus: int = 1) -> str:
     Raises ``RuntimeError`` with its whole output if it fails.
     """
     words = " ".join(flags).split()
-    program = ["-m", "megatron_wlb.launch"] if any(w.startswith("--wlb-") for w in words) else []
+    program = SCRIPT or ["-m", "megatron_wlb.pretrain_gpt"]
+    if any(word.startswith("--wlb-") for word in words):
+        program = ["-m", "megatron_wlb.launch", *SCRIPT]
+    return torchrun(folder, [*program, *words], num_gpus)
+
+
+def torchrun(folder: Path, program: list[str], num_gpus: int = 1, **more: str) -> str:
+    """What ranks of a program print, run in ``folder`` with ``more`` in their environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_gpus), *program, f"{MEGATRON_LM}/pretrain_gpt.py"]
+    command += ["--nproc-per-node", str(num_gpus), *program]
+    # Megatron may be on the path instead of installed.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **more}
     done = subprocess.run(
-        [*command, *words], capture_output=True, text=True, timeout=600, check=False, cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        command, capture_output=True, text=True, timeout=600, check=False, cwd=folder,
+        env={**os.environ, **own},
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return done.stdout
+
+
+def losses(folder: Path, name: str, *flags: str, num_gpus: int = 1) -> list[float]:
+    """The loss of each step of a launched run, by the metrics that it leaves as ``name``."""
+    (folder / name).unlink(missing_ok=True)  # of a run that did not end
+    pretrain(folder, *flags, f"--wlb-metrics {name}", num_gpus=num_gpus)
+    return [json.loads(line)["loss"] for line in (folder / name).read_text().splitlines()]
 
 
 def flash_if_there() -> str:

@@ -38,7 +38,6 @@ def test_ranks_meet_and_compute_what_one_process_does(tmp_path: Path) -> None:
     assert "gloo on the CPU, for no GPU is there" in (tmp_path / "gpu.md").read_text()
 
 
-@pytest.mark.launcher
 def test_pipeline_of_a_packing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
     folders = PROJECT, PROJECT / "scripts", PROJECT / "tests"  # as scripts/gpu_report has them

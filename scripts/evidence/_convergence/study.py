@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -25,23 +26,75 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantile of Student's t with 1, 2, … degrees of freedom."""
 NORMAL = 1.96
 LENGTHS = ("short", "middling", "long")
+BUCKETS = (256, 1024)
+"""Tokens up to which held-out documents are short, and then middling."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One packing with one seed."""
+    """One packing with one seed: what it was at each look at held-out documents."""
 
     tokens: list[int]
+    """Trained so far."""
     seconds: list[float]
+    """Of steps so far."""
     steps: list[int]
     loss: list[float]
+    """Nats a token, over all held-out documents."""
     by_length: list[list[float]]
+    """Over short, middling and long ones."""
+
+    @classmethod
+    def of(cls, metrics: Path, notes: Path, lengths: npt.NDArray[np.int64], interval: int) -> Run:
+        """Of a launched run: its ``--wlb-metrics``, and what :mod:`_convergence.noted_loss` noted
+        of held-out documents of such ``lengths``, after every so many steps and at the end.
+        """
+        lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        tokens, ms = (np.cumsum([line[name] for line in lines]) for name in ("tokens", "step_ms"))
+        ends = [*range(interval, len(lines) + 1, interval), len(lines)]
+        noted = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
+        each = len(noted) // len(ends)
+        run = cls([], [], [], [], [])
+        for look, end in enumerate(ends):
+            columns = zip(*noted[look * each : (look + 1) * each], strict=True)
+            numbers, sums, targets = map(np.concatenate, columns)
+            kinds = np.searchsorted(BUCKETS, lengths[numbers])
+            by_kind = [np.bincount(kinds, one, len(LENGTHS)) for one in (sums, targets)]
+            run.tokens.append(int(tokens[end - 1]))
+            run.seconds.append(float(ms[end - 1] / 1e3))
+            run.steps.append(end)
+            run.loss.append(float(sums.sum() / targets.sum()))
+            run.by_length.append((by_kind[0] / by_kind[1]).tolist())
+            if end == len(lines):  # Megatron evaluates once more behind its loop.
+                break
+        return run
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        looks = read_mapping(path, max_bytes=MAX_RECORD_BYTES)["looks"]
-        columns = ("tokens", "seconds", "steps", "loss", "losses")
-        return cls(*([look[name] for look in looks] for name in columns))
+        """What :meth:`write` wrote."""
+        return record(f"{path}: ", cls, read_mapping(path, max_bytes=MAX_RECORD_BYTES))
+
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps(asdict(self)) + "\n")
+
+    def until(self, seconds: float) -> Run:
+        """The run so far, after so many seconds: its last look is between two of its own.
+
+        Raises :class:`ConfigError` for a run that took less.
+        """
+        if self.seconds[-1] < seconds:
+            raise ConfigError(
+                f"a run took {self.seconds[-1]:.0f} s for its steps, and runs are compared after "
+                f"{seconds:g} s; give more --tokens"
+            )
+        at = [*(one for one in self.seconds if one < seconds), seconds]
+
+        def then(column: Sequence[float]) -> list[float]:
+            return [float(value) for value in np.interp(at, self.seconds, column)]
+
+        by_length = zip(*map(then, zip(*self.by_length, strict=True)), strict=True)
+        tokens, steps = ([*map(round, then(one))] for one in (self.tokens, self.steps))
+        return Run(tokens, at, steps, then(self.loss), [[*one] for one in by_length])
 
     @property
     def late(self) -> float:
@@ -196,7 +249,7 @@ class Study:
                 run = self.runs[packing, seed]
                 label = None if number else packing
                 curves.plot(
-                    np.array(run.tokens[1:]) / 1e6, run.loss[1:], color=colour, lw=width,
+                    np.array(run.tokens) / 1e6, run.loss, color=colour, lw=width,
                     alpha=0.6, label=label,
                 )  # fmt: skip
         curves.set_xlabel("tokens trained, millions")

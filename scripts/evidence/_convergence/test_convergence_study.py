@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from _convergence import study
@@ -15,14 +17,40 @@ from megatron_wlb.errors import ConfigError
 def runs(last: dict[tuple[str, int], float]) -> dict[tuple[str, int], Any]:
     return {
         key: study.Run(
-            tokens=[0, 50, 100],
-            seconds=[0.0, 1.0, 2.0],
-            steps=[0, 5, 10],
+            tokens=[50, 100, 150],
+            seconds=[1.0, 2.0, 3.0],
+            steps=[5, 10, 15],
             loss=[5.0, loss + 0.5, loss],
             by_length=[[5.0] * 3, [loss + 0.5] * 3, [loss + 0.2, loss, loss - 0.2]],
         )
         for key, loss in last.items()
     }
+
+
+def test_looks_are_of_what_was_noted_between_them(tmp_path: Path) -> None:
+    metrics, notes = tmp_path / "metrics", tmp_path / "notes"
+    steps = [{"tokens": 10 + step, "step_ms": 500.0} for step in range(4)]
+    metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    # Two micro-batches an evaluation; after two looks Megatron's own at the end.
+    evaluations = [[[0, 2], [10.0, 8.0], [5, 8]], [[1], [6.0], [2]]]
+    halved = [[numbers, [one / 2 for one in sums], n] for numbers, sums, n in evaluations]
+    written = [*evaluations, *halved, *halved]
+    notes.write_text("".join(json.dumps(line) + "\n" for line in written))
+    run = study.Run.of(metrics, notes, np.array([6, 300, 2000]), 2)
+    assert (run.tokens, run.seconds, run.steps) == ([21, 46], [1.0, 2.0], [2, 4])
+    assert run.loss == [24 / 15, 12 / 15]
+    assert run.by_length == [[2.0, 3.0, 1.0], [1.0, 1.5, 0.5]]
+    run.write(tmp_path / "run.json")
+    assert study.Run.read(tmp_path / "run.json") == run
+    early = run.until(1.5)
+    assert (early.tokens, early.seconds, early.steps) == ([21, 34], [1.0, 1.5], [2, 3])
+    assert early.loss[-1] == pytest.approx(18 / 15)
+    assert early.by_length[-1] == pytest.approx([1.5, 2.25, 0.75])
+    notes.write_text("".join(json.dumps(line) + "\n" for line in written[:4]))
+    uneven = study.Run.of(metrics, notes, np.array([6, 300, 2000]), 3)
+    assert uneven.steps == [3, 4] and uneven.loss == run.loss
+    with pytest.raises(ConfigError, match=r"took 2 s .* compared after 2\.5 s; give more --tokens"):
+        run.until(2.5)
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
