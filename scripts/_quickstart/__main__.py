@@ -51,8 +51,6 @@ LAYOUTS = {
     # Without a pipeline, slices have no bubble to fill.
     "dp2": Layout("data-parallel, DP=2", 8192, 2, 60, ("original", "hold")),
 }
-SKIP_SHARE = 4
-"""One in so many rounds is run first and not counted: pools and caches fill."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,9 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Corpus, then for each layout training, table and pictures; returns the summary."""
-    fewest = next(n for n in range(1, 99) if n - n // SKIP_SHARE >= report.NUM_BLOCKS)
-    if options.rounds is not None and options.rounds < fewest:
-        raise ConfigError(f"--rounds is {options.rounds}; use at least {fewest}")
+    if options.rounds is not None and options.rounds < report.NUM_BLOCKS:
+        raise ConfigError(f"--rounds is {options.rounds}; use at least {report.NUM_BLOCKS}")
     if options.windows is not None and options.windows < 1:
         raise ConfigError(f"--windows is {options.windows}; use at least 1")
     out: Path = options.out
@@ -106,21 +103,21 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             NUM_PROCESSES,
             path,
             console,
+            packings,
             [
-                *("--packings", ",".join(packings), "--rounds", str(rounds)),
-                *("--data-path", str(prefix), "--split", "1"),
+                *("--data-path", str(prefix), "--split", "1", "--seed", str(options.seed)),
                 *("--seq-length", str(window), "--global-batch-size", str(batch)),
-                *("--train-iters", str(rounds), "--seed", str(options.seed)),
-                *("--wlb-cost", "measured", "--wlb-device", "cpu", *SMALL_MODEL, *flags),
+                *(*SMALL_MODEL, *flags),
             ],
+            rounds=rounds,
         )
-        recording, skip = Recording.read(path), rounds // SKIP_SHARE
-        figures = report.summarize(recording, skip)
+        recording = Recording.read(path)
+        figures = report.summarize(recording)
         explained = "" if summary else f"\n{report.WORK}"
         console.print(f"\n{report.headline(figures)}{explained}", soft_wrap=True)
         summary[layout] = figures
         console.print(report.table(f"{layout}: {what}", figures))
-        pictures += report.draw(recording, skip, out, layout)
+        pictures += report.draw(recording, out, layout)
     from megatron_wlb.study.plot import plot_lengths
 
     statistics = LengthStatistics.of(Corpus.open(prefix).lengths, window)

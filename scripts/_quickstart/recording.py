@@ -1,30 +1,36 @@
-"""Training steps of several packings in turns, as :mod:`_quickstart.record` measures them.
+"""Training steps of several packings in turns, as runs of :mod:`_quickstart.record` tell them.
 
-:func:`make` runs it under torchrun, :meth:`Recording.read` reads what it wrote. Of a step's repeats
-the one that took the middle time counts.
+:func:`make` starts and conducts these runs, :meth:`Recording.read` reads what it wrote. Of a step's
+repeats the one that took the middle time counts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from queue import Queue
+from typing import Any, TextIO
 
 import numpy as np
-from rich import progress
 from rich.console import Console
 
-from megatron_wlb.cost.schedule.graph import Floats, Graph, Sends, graph_of
+from megatron_wlb.cost.schedule.graph import Floats, Graph, graph_of
 from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.files import write_text
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import parallelism
+from megatron_wlb.planning.packing.settings import SHAPED
 from megatron_wlb.reading import (
     MAX_RECORD_BYTES,
     listed,
@@ -38,8 +44,23 @@ from megatron_wlb.simulator.engine import Interval, Timeline
 
 SMALL_MODEL = ("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2")
 """What a CPU trains in seconds a step."""
-PROGRESS = "round "
-"""What each line of progress on stdout starts with; a number, ``/`` and the total follow."""
+LAUNCHED = (
+    *("--max-position-embeddings", "1000000", "--micro-batch-size", "1", "--lr", "1e-3"),
+    *("--position-embedding-type", "rope", "--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--lr-decay-style", "constant", "--adam-beta2", "0.95", "--eval-iters", "0"),
+    *("--eval-interval", "1000000", "--log-interval", "1"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),  # and one that ends documents
+    *("--wlb-device", "cpu", "--distributed-backend", "gloo", "--transformer-impl", "local"),
+    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
+    *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+)
+"""What Megatron-LM asks for besides, to train bytes on CPUs."""
+SAYS = "quickstart> "
+"""What each line starts with that a run tells; JSON follows."""
+TOLD_S = 5.0
+"""Progress is told no more often."""
+WARM_UP = -1
+"""The repeat before the first, in which caches and pools fill: not recorded."""
 CALIBRATION_SHARE = 3
 """One in so many rounds, from the first on, is calibrated with."""
 
@@ -98,7 +119,6 @@ class RecordedStep:
     plan_us: float = 0.0
     """What planning took on rank 0."""
     loss: float = 0.0
-    """0 where bytes were counted: the weights stayed as they were."""
     imbalance: float = 1.0
     delay_steps: float = 0.0
     activation_bytes: list[int] | None = None
@@ -112,6 +132,8 @@ class RecordedStep:
     """``[dp_size][chains]``, as in :attr:`megatron_wlb.plan.StepPlan.chains`."""
     more_us: float = 0.0
     """What micro-batches beyond N are predicted to take besides their documents."""
+    documents: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+    """What it ran of each document: corpus, epoch, number; tokens, and their work in µs."""
 
     @property
     def step_us(self) -> float:
@@ -260,21 +282,12 @@ class Recording:
         p = parallelism(self.config)
         return p.pp_size * p.vpp_size
 
-    def graph(
-        self,
-        step: RecordedStep,
-        dp_rank: int,
-        *,
-        pp_size: int | None = None,
-        sends: Sends | None = None,
-    ) -> Graph:
-        """What a replica ran, or would have run on ``pp_size`` ranks or with other ``sends``."""
-        p = parallelism(self.config)
-        pp_size = pp_size or p.pp_size
+    def graph(self, step: RecordedStep, dp_rank: int) -> Graph:
+        """What a replica ran."""
         if step.chains:
-            return slice_graph(pp_size, tuple(step.chains[dp_rank]))
-        group_size = p.group_size if pp_size == p.pp_size else None
-        return graph_of(pp_size, p.vpp_size, len(step.lengths[dp_rank]), group_size, sends)
+            return slice_graph(self.pp_size, tuple(step.chains[dp_rank]))
+        p = parallelism(self.config)
+        return graph_of(p.pp_size, p.vpp_size, len(step.lengths[dp_rank]), p.group_size)
 
     @property
     def cores(self) -> list[int] | None:
@@ -320,65 +333,153 @@ class Recording:
         return Timeline(tuple(rows))
 
 
-@contextlib.contextmanager
-def progress_of(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar of rounds, or a line for each where there is no terminal; takes (done, total)."""
-    if console.is_terminal:
-        rounds = progress.MofNCompleteColumn(), "rounds"
-        times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
-        columns = "{task.description}", progress.BarColumn(), *rounds, *times
-        with progress.Progress(*columns, console=console) as bars:
-            bar = bars.add_task(what, total=None)
-            yield lambda done, total: bars.update(bar, completed=done, total=total)
-        return
-    start_s = time.monotonic()
+class _Run:
+    """A packing's run under torchrun: what it prints goes into the log, what it tells on."""
 
-    def tell(done: int, total: int) -> None:
-        seconds = time.monotonic() - start_s
-        console.print(f"{what}: round {done} of {total} after {seconds:.0f} s", soft_wrap=True)
+    def __init__(
+        self, name: str, command: Sequence[str], log: TextIO, told: Queue[tuple[str, Any]]
+    ) -> None:
+        folders = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+        self.lines: list[str] = []
+        self._name, self._log, self._told = name, log, told
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
+        )  # fmt: skip
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
-    console.print(f"{what}: starting", soft_wrap=True)
-    yield tell
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(SAYS):
+                self._told.put((self._name, json.loads(line.removeprefix(SAYS))))
+            else:
+                self._log.write(f"{self._name}: {line}")
+                self._log.flush()
+                self.lines.append(line.strip())
+        self._told.put((self._name, None))
+
+    def answer(self, what: Any) -> None:
+        """Says what comes next."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is told
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+
+    def end(self, *, at_once: bool) -> None:
+        """Ends it, or waits until it has ended by itself."""
+        if at_once:
+            self._process.terminate()
+        self._process.wait()
+        self._listener.join()
 
 
 def make(
-    what: str, num_processes: int, path: Path, console: Console, arguments: Sequence[str]
+    what: str,
+    num_processes: int,
+    path: Path,
+    console: Console,
+    packings: Sequence[str],
+    flags: Sequence[str],
+    *,
+    rounds: int,
+    repeats: int = 1,
+    shuffled_by: int | None = None,
+    memory_rounds: int = 0,
 ) -> None:
-    """Records a layout under torchrun into ``path``, with a log beside it; ``arguments`` are the
-    recorder's and the trainer's.
+    """Records a layout into ``path``, with a log beside it: a run of the launcher for each packing,
+    all with these ``flags``, one step of each in turns, so that a noisy machine slows all alike.
 
-    Raises :class:`ConfigError` if it fails: names the cause and the log.
+    With ``repeats`` the same plans run several times over: how long a step takes on a noisy machine
+    is known only from repeats that lie far apart. With a seed ``shuffled_by`` they run in another
+    order each time: what is slower for some minutes is then rounds of all kinds. The first round
+    runs once more before, to warm up. ``memory_rounds`` at the end count bytes instead of time.
+
+    Raises :class:`ConfigError` if a run fails: names the cause and the log.
     """
-    folders = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    random = np.random.default_rng(shuffled_by)
+    order = np.arange if shuffled_by is None else random.permutation
+    turns = [(n, repeat) for repeat in range(repeats) for n in order(rounds).tolist()]
+    turns = [(0, WARM_UP), *turns, *((rounds + n, 0) for n in range(memory_rounds))]
     command = [
         *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
-        *("--nproc-per-node", str(num_processes), "-m", "_quickstart.record"),
-        *("--recording", str(path), *arguments),
+        *("--nproc-per-node", str(num_processes), "-m", "megatron_wlb.launch"),
+        *(str(Path(__file__).with_name("record.py")), *LAUNCHED, *flags),
+        *("--wlb-cost", "measured", "--train-iters", str(len(turns))),
     ]
-    log, lines = path.with_suffix(".log"), []
-    with (
-        progress_of(what, console) as tell,
-        log.open("w", encoding="utf-8") as file,
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
-        ) as process,
-    ):
-        assert process.stdout is not None
+    console.print(f"{what}: starting", soft_wrap=True)
+    log, told = path.with_suffix(".log"), Queue[tuple[str, Any]]()
+    steps: list[dict[str, Any]] = []
+    runs: dict[str, _Run] = {}
+
+    def hear(*names: str) -> dict[str, Any]:
+        """What each of these runs tells next: none of the others tells anything meanwhile."""
+        heard: dict[str, Any] = {}
+        while len(heard) < len(names):
+            name, said = told.get()
+            if said is None:
+                raise ConfigError(f"{what} failed: {cause(runs[name].lines)} ({log})")
+            heard[name] = said
+        return heard
+
+    with log.open("w", encoding="utf-8") as file:
         try:
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                lines.append(line.strip())
-                if line.startswith(PROGRESS):
-                    done, total = map(int, line.removeprefix(PROGRESS).split("/"))
-                    tell(done, total)
-        except KeyboardInterrupt:
-            process.terminate()
-            raise
-    if process.returncode:
-        told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        raise ConfigError(f"{what} failed: " + "\n".join(told or lines[-5:]) + f" ({log})")
+            for name in packings:
+                shape = ["--wlb-shape", "on"] if name.endswith(SHAPED) else []
+                own = ["--wlb-packing", name.removesuffix(SHAPED), *shape]
+                runs[name] = _Run(name, [*command, *own], file, told)
+            first, *others = packings
+            hear(*packings)  # All wait, so the first one measures alone.
+            runs[first].answer(None)
+            content = hear(first)[first]
+            for name in others:
+                runs[name].answer(content["cost"])
+            hear(*others)
+            for run in runs.values():
+                run.answer(rounds + memory_rounds)
+            hear(*packings)
+            start_s = told_s = time.monotonic()
+            for done, (number, repeat) in enumerate(turns):
+                # Another packing begins each round.
+                for turn in range(len(packings)):
+                    name = packings[(done + turn) % len(packings)]
+                    counts = number >= rounds
+                    runs[name].answer({"round": number, "counts_bytes": counts})
+                    step = hear(name)[name]
+                    if repeat != WARM_UP:
+                        steps.append(step | {"packing": name, "repeat": repeat})
+                now_s = time.monotonic()
+                if now_s > told_s + TOLD_S or not done:
+                    told_s, left = now_s, len(turns) - done - 1
+                    console.print(
+                        f"{what}: round {done + 1} of {len(turns)}, about "
+                        f"{(now_s - start_s) / (done + 1) * left:.0f} s left",
+                        soft_wrap=True,
+                    )
+            for run in runs.values():
+                run.answer(None)
+                run.end(at_once=False)
+        finally:
+            for run in runs.values():
+                run.end(at_once=True)
+    write_text(path, json.dumps(content | {"packings": [*packings], "steps": steps}))
+
+
+def cause(lines: Sequence[str]) -> str:
+    """Why a run failed: its errors, or else what it printed last."""
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return "\n".join(told or lines[-5:])
+
+
+def check_recordable(plan: StepPlan) -> None:
+    """Raises :class:`ConfigError` for micro-batches of several data-parallel ranks.
+
+    A recording has each rank's for itself, with all their tokens and in chains of one document.
+    """
+    if any(micro_batch.replicas for micro_batch in plan):
+        raise ConfigError(
+            f"{plan.packing}, step {plan.step}: data-parallel ranks run a document together, which "
+            "a recording cannot tell; give --wlb-dp-merge off"
+        )
