@@ -39,17 +39,26 @@ class Layout(NamedTuple):
     """Windows a step."""
     rounds: int
     """Steps of each packing, if not given."""
+    start_s: float
+    round_s: float
+    """What they take on two quiet cores: all before the first round, and a round."""
     packings: tuple[str, ...]
     flags: tuple[str, ...] = ()
+
+    def said_s(self, num_windows: int, window: int, rounds: int) -> str:
+        """How long it takes, for sizes of which that is known."""
+        if (num_windows, window) != (self.num_windows, self.window):
+            return ""
+        seconds = self.start_s + (rounds + 1) * self.round_s
+        return f": {seconds:.0f} s on two quiet cores, more where others use them"
 
 
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
-    # So long a window that what a micro-batch takes besides its documents is small; so
-    # many rounds that its table is there within five minutes on two cores.
-    "pp2": Layout("pipeline, PP=2", 16384, 4, 12, ("original", "hold", "slim"), PP2),
+    # So long a window that what a micro-batch takes besides its documents is small.
+    "pp2": Layout("pipeline, PP=2", 16384, 4, 8, 40, 15.5, ("original", "hold", "slim"), PP2),
     # Without a pipeline, slices have no bubble to fill.
-    "dp2": Layout("data-parallel, DP=2", 8192, 2, 60, ("original", "hold")),
+    "dp2": Layout("data-parallel, DP=2", 8192, 2, 28, 20, 1.5, ("original", "hold")),
 }
 
 
@@ -59,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run"
     )
-    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 12 and 60)")
+    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 8 and 28)")
     parser.add_argument("--windows", type=int, help="windows a step (default: 4 and 2)")
     parser.add_argument("--seq-length", type=int, help="tokens of a window (default: 16384, 8192)")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
@@ -90,12 +99,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     pictures = [out / "lengths.png"]
     for layout in options.layouts:
-        name, longest, windows, default, packings, flags = LAYOUTS[layout]
-        batch, rounds = options.windows or windows, options.rounds or default
-        window = longest if options.seq_length is None else options.seq_length
-        what, path = f"{name}, {batch} windows of {window:,} tokens a step", out / f"{layout}.json"
+        own, path = LAYOUTS[layout], out / f"{layout}.json"
+        batch, rounds = options.windows or own.num_windows, options.rounds or own.rounds
+        window = own.window if options.seq_length is None else options.seq_length
+        what = f"{own.what}, {batch} windows of {window:,} tokens a step"
         console.print(
-            f"training {layout}: {what}; {rounds} steps of each of {', '.join(packings)} in turns",
+            f"training {layout}: {what}; {rounds} steps of each of {', '.join(own.packings)} in "
+            f"turns{own.said_s(batch, window, rounds)}",
             soft_wrap=True,
         )
         make(
@@ -103,11 +113,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             NUM_PROCESSES,
             path,
             console,
-            packings,
+            own.packings,
             [
                 *("--data-path", str(prefix), "--split", "1", "--seed", str(options.seed)),
                 *("--seq-length", str(window), "--global-batch-size", str(batch)),
-                *(*SMALL_MODEL, *flags),
+                *(*SMALL_MODEL, *own.flags),
             ],
             rounds=rounds,
         )

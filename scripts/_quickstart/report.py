@@ -26,7 +26,7 @@ from megatron_wlb.simulator.engine import Timeline
 
 NUM_BLOCKS = 4
 """Consecutive parts of the recording whose speed-ups show the spread."""
-DRAWN = 24
+DRAWN = 32
 """Micro-batches of Megatron's packing in a picture of a stretch of steps."""
 WORK = "work: the seconds of computing that documents should take, by a cost measured at the start"
 RATE = (
