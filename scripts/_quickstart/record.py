@@ -3,8 +3,7 @@
 ``torchrun … -m megatron_wlb.launch scripts/_quickstart/record.py FLAGS``, one run a packing. Each
 tells what it has done on stdout, and sleeps on stdin until it hears what comes next:
 :func:`_quickstart.recording.make` starts the runs and conducts them. The loop, the step and all
-between are Megatron's and the launcher's; plans are only made before the first step, so that a step
-can run again, and so that no run plans while another one is timed.
+between are Megatron's and the launcher's; plans are only kept, so that a step can run again.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import get_args, get_tokenizer, training
 
 from _quickstart.live_bytes import LiveBytes, step_bytes
-from _quickstart.recording import SAYS, check_recordable, core_of
+from _quickstart.recording import SAYS, core_of
 from _quickstart.timeline import StepTimers
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.megatron_lm import arguments, chunks, session
 from megatron_wlb.runtime.ranks.transfer import from_first_rank, of_all_ranks
-from megatron_wlb.study.evaluate import more_us
 
 
 class Turns:
@@ -77,17 +75,15 @@ class Turns:
     ) -> Any:  # fmt: skip
         """Megatron's, of the plan that is asked for."""
         if not self.plans:
-            for _ in range(self.ask()):
-                start_s = time.monotonic()
-                plan = next(data)
-                check_recordable(plan)
-                self.plans.append((plan, (time.monotonic() - start_s) * 1e6))
-            self.said = {}
             gc.collect()
             gc.freeze()  # What is there stays: the collector need not look through it again.
         told = self.ask()
         if told is None:
             sys.exit("the quickstart is gone")
+        while len(self.plans) <= told["round"]:
+            start_s = time.monotonic()
+            plan = next(data)
+            self.plans.append((plan, (time.monotonic() - start_s) * 1e6))
         plan, plan_us = self.plans[told["round"]]
         data, config.timers = RerunDataIterator(iter([plan])), self.timers
         used: list[int] = []
@@ -120,7 +116,6 @@ class Turns:
             "activation_bytes": [own for (own,) in all_used] if used else None,
             "prefixes": [[list(m.prefixes) for m in row] for row in rows] if plan.chains else [],
             "chains": plan.chains,
-            "more_us": more_us(plan, get_args().global_batch_size, cost),
             "documents": [
                 (d.corpus, d.epoch, d.number, n - at, cost.document_us(n) - work_before)
                 for m in plan for d, at, n in m.spans

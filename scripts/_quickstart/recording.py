@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import Queue
 from typing import Any, TextIO
@@ -26,9 +27,8 @@ from rich.console import Console
 from megatron_wlb.cost.schedule.graph import Floats, Graph, graph_of
 from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import Slice, Unit
-from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
-from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.planning.packing.settings import SHAPED
 from megatron_wlb.reading import (
@@ -57,44 +57,21 @@ LAUNCHED = (
 """What Megatron-LM asks for besides, to train bytes on CPUs."""
 SAYS = "quickstart> "
 """What each line starts with that a run tells; JSON follows."""
-TOLD_S = 5.0
-"""Progress is told no more often."""
 WARM_UP = -1
 """The repeat before the first, in which caches and pools fill: not recorded."""
-CALIBRATION_SHARE = 3
-"""One in so many rounds, from the first on, is calibrated with."""
 
 
-def chained(
-    lengths: Sequence[Sequence[int]], prefixes: Sequence[Sequence[int]], chains: Sequence[int]
-) -> tuple[Unit, ...]:
-    """The micro-batches of such segments, whose chains are the slices of one document each.
-
-    Raises :class:`PlanError` unless the slices of a chain follow one another from a document's
-    first token on, and there are no others.
+def chained(lengths: Sequence[Sequence[int]], chains: Sequence[int]) -> tuple[Unit, ...]:
+    """The micro-batches of such segments; the first ones of a chain of several are the slices of
+    one document.
     """
-    counts = [len(lengths), len(prefixes), sum(chains)]
-    if min(chains, default=1) < 1 or len(set(counts)) > 1:
-        raise PlanError(
-            f"there are lengths of {counts[0]} micro-batches, prefixes of {counts[1]}, and chains "
-            f"of {counts[2]}; give as many of each"
-        )
     units: list[Unit] = []
     for number, num in enumerate(chains):
-        at = len(units)
-        length = sum(own[0] if own else 0 for own in lengths[at : at + num])
-        stop = 0
-        for place in range(at, at + num):
-            own, before = lengths[place], prefixes[place]
-            if len(before) != len(own) or any(before[1:]) or (before[0] if own else stop) != stop:
-                raise PlanError(
-                    f"micro-batch {place} has prefixes {list(before)} of {len(own)} segments; give "
-                    f"{stop} to the first of them, as the slices before it have so many tokens, "
-                    "and 0 to the others"
-                )
-            start, stop = stop, stop + (own[0] if own else 0)
-            cut = Slice(number, start, stop, length) if num > 1 else None
-            units.append(Unit(sum(own), cut))
+        own = lengths[len(units) : len(units) + num]
+        ends = [*accumulate((segments[0] if segments else 0 for segments in own), initial=0)]
+        for segments, (start, stop) in zip(own, pairwise(ends), strict=True):
+            cut = Slice(number, start, stop, ends[-1]) if num > 1 else None
+            units.append(Unit(sum(segments), cut))
     return tuple(units)
 
 
@@ -130,8 +107,6 @@ class RecordedStep:
     :attr:`megatron_wlb.plan.MicroBatchPlan.prefixes`; empty for Megatron's schedule."""
     chains: list[list[int]] = field(default_factory=list)
     """``[dp_size][chains]``, as in :attr:`megatron_wlb.plan.StepPlan.chains`."""
-    more_us: float = 0.0
-    """What micro-batches beyond N are predicted to take besides their documents."""
     documents: list[tuple[int, int, int, int, float]] = field(default_factory=list)
     """What it ran of each document: corpus, epoch, number; tokens, and their work in µs."""
 
@@ -147,8 +122,8 @@ class RecordedStep:
 
     @property
     def work_us(self) -> float:
-        """Predicted time of its documents in N micro-batches: how much there was to do."""
-        return sum(map(sum, self.predicted_us)) - self.more_us
+        """Predicted time of its documents, without what micro-batches take besides them."""
+        return sum(us for *_, us in self.documents)
 
     @property
     def schedule(self) -> str:
@@ -171,7 +146,7 @@ class RecordedStep:
         """A rank's micro-batches where documents run in slices; else there are none."""
         if not self.chains:
             return ()
-        return chained(self.lengths[dp_rank], self.prefixes[dp_rank], self.chains[dp_rank])
+        return chained(self.lengths[dp_rank], self.chains[dp_rank])
 
     @property
     def span_us(self) -> float:
@@ -223,7 +198,7 @@ class Recording:
         return recording
 
     @cached_property
-    def _repeats(self) -> list[list[RecordedStep]]:
+    def repeats(self) -> list[list[RecordedStep]]:
         """The timed runs of each step, the fastest first."""
         repeats: dict[tuple[int, str], list[RecordedStep]] = {}
         for step in self.steps:
@@ -234,20 +209,7 @@ class Recording:
     @cached_property
     def timed(self) -> list[RecordedStep]:
         """The one of each step's repeats that took the middle time."""
-        return [own[(len(own) - 1) // 2] for own in self._repeats]
-
-    @property
-    def repeat_error(self) -> float:
-        """Mean of ``|time ÷ middle time - 1|`` over the other repeats: what the machine does to
-        equal steps, and no simulation can foresee. 0 if there are none.
-        """
-        errors = [
-            abs(other.step_us / middle.step_us - 1)
-            for middle, own in zip(self.timed, self._repeats, strict=True)
-            for other in own
-            if other is not middle
-        ]
-        return float(np.mean(errors)) if errors else 0.0
+        return [own[(len(own) - 1) // 2] for own in self.repeats]
 
     @property
     def counted(self) -> list[RecordedStep]:
@@ -257,17 +219,6 @@ class Recording:
     @property
     def rounds(self) -> list[int]:
         return sorted({step.round for step in self.timed})
-
-    @property
-    def calibrating(self) -> list[RecordedStep]:
-        """The first third of the timed steps."""
-        wanted = self.rounds[: len(self.rounds) // CALIBRATION_SHARE]
-        return [step for step in self.timed if step.round in wanted]
-
-    @property
-    def judged(self) -> list[RecordedStep]:
-        wanted = self.rounds[len(self.rounds) // CALIBRATION_SHARE :]
-        return [step for step in self.timed if step.round in wanted]
 
     @property
     def pp_size(self) -> int:
@@ -333,7 +284,7 @@ class Recording:
         return Timeline(tuple(rows))
 
 
-class _Run:
+class _Run(subprocess.Popen[str]):
     """A packing's run under torchrun: what it prints goes into the log, what it tells on."""
 
     def __init__(
@@ -341,8 +292,8 @@ class _Run:
     ) -> None:
         folders = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
         self.lines: list[str] = []
-        self._name, self._log, self._told = name, log, told
-        self._process = subprocess.Popen(
+        self._to = name, log, told
+        super().__init__(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
@@ -351,28 +302,28 @@ class _Run:
         self._listener.start()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        name, log, told = self._to
+        assert self.stdout is not None
+        for line in self.stdout:
             if line.startswith(SAYS):
-                self._told.put((self._name, json.loads(line.removeprefix(SAYS))))
+                told.put((name, json.loads(line.removeprefix(SAYS))))
             else:
-                self._log.write(f"{self._name}: {line}")
-                self._log.flush()
+                log.write(f"{name}: {line}")
+                log.flush()
                 self.lines.append(line.strip())
-        self._told.put((self._name, None))
+        told.put((name, None))
 
     def answer(self, what: Any) -> None:
         """Says what comes next."""
-        assert self._process.stdin is not None
+        assert self.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is told
-            self._process.stdin.write(json.dumps(what) + "\n")
-            self._process.stdin.flush()
+            self.stdin.write(json.dumps(what) + "\n")
+            self.stdin.flush()
 
-    def end(self, *, at_once: bool) -> None:
-        """Ends it, or waits until it has ended by itself."""
-        if at_once:
-            self._process.terminate()
-        self._process.wait()
+    def end(self) -> None:
+        """Ends it if it has not ended, and the log of it."""
+        self.terminate()
+        self.wait()
         self._listener.join()
 
 
@@ -437,33 +388,24 @@ def make(
             for name in others:
                 runs[name].answer(content["cost"])
             hear(*others)
-            for run in runs.values():
-                run.answer(rounds + memory_rounds)
-            hear(*packings)
-            start_s = told_s = time.monotonic()
-            for done, (number, repeat) in enumerate(turns):
-                # Another packing begins each round.
-                for turn in range(len(packings)):
+            start_s = time.monotonic()
+            for done, (number, repeat) in enumerate(turns, start=1):
+                for turn in range(len(packings)):  # Another packing begins each round.
                     name = packings[(done + turn) % len(packings)]
-                    counts = number >= rounds
-                    runs[name].answer({"round": number, "counts_bytes": counts})
+                    runs[name].answer({"round": number, "counts_bytes": number >= rounds})
                     step = hear(name)[name]
                     if repeat != WARM_UP:
                         steps.append(step | {"packing": name, "repeat": repeat})
-                now_s = time.monotonic()
-                if now_s > told_s + TOLD_S or not done:
-                    told_s, left = now_s, len(turns) - done - 1
-                    console.print(
-                        f"{what}: round {done + 1} of {len(turns)}, about "
-                        f"{(now_s - start_s) / (done + 1) * left:.0f} s left",
-                        soft_wrap=True,
-                    )
+                left_s = (time.monotonic() - start_s) / done * (len(turns) - done)
+                left = f"round {done} of {len(turns)}, about {left_s:.0f} s left"
+                console.print(f"{what}: {left}", soft_wrap=True)
             for run in runs.values():
                 run.answer(None)
-                run.end(at_once=False)
+            for run in runs.values():
+                run.wait()
         finally:
             for run in runs.values():
-                run.end(at_once=True)
+                run.end()
     write_text(path, json.dumps(content | {"packings": [*packings], "steps": steps}))
 
 
@@ -471,15 +413,3 @@ def cause(lines: Sequence[str]) -> str:
     """Why a run failed: its errors, or else what it printed last."""
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return "\n".join(told or lines[-5:])
-
-
-def check_recordable(plan: StepPlan) -> None:
-    """Raises :class:`ConfigError` for micro-batches of several data-parallel ranks.
-
-    A recording has each rank's for itself, with all their tokens and in chains of one document.
-    """
-    if any(micro_batch.replicas for micro_batch in plan):
-        raise ConfigError(
-            f"{plan.packing}, step {plan.step}: data-parallel ranks run a document together, which "
-            "a recording cannot tell; give --wlb-dp-merge off"
-        )

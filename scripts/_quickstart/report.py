@@ -11,7 +11,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,50 +43,36 @@ class Same:
     """The documents that all packings run the same tokens of, and what they took."""
 
     def __init__(self, counted: Steps) -> None:
-        self._tokens, self._work_us = (
+        tokens, self._work_us = (
             {name: _totals(steps, place) for name, steps in counted.items()} for place in (3, 4)
         )
-        first, *others = self._tokens.values()
-        self.keys = {
-            key for key, tokens in first.items() if all(own[key] == tokens for own in others)
+        first, *others = tokens.values()
+        self.tokens = {
+            key: num for key, num in first.items() if all(own[key] == num for own in others)
         }
-
-    @cached_property
-    def tokens(self) -> int:
-        return int(self._sum(next(iter(self._tokens.values()))))
+        self.num_tokens = sum(self.tokens.values())
 
     def share(self, steps: Sequence[RecordedStep]) -> float:
         """Of the tokens that these steps run."""
-        return self.tokens / sum(step.num_tokens for step in steps)
+        return self.num_tokens / sum(step.num_tokens for step in steps)
 
     def work_us(self, packing: str) -> float:
-        return self._sum(self._work_us[packing])
+        """By a packing that cuts some, less: their pieces do not see each other."""
+        return sum(self._work_us[packing][key] for key in self.tokens)
 
     def num_cut(self, packing: str, other: str) -> int:
-        """How many are less work than with another packing: their pieces do not see each other."""
+        """How many are less work than with another packing."""
         mine, others = self._work_us[packing], self._work_us[other]
-        return sum(mine[key] < 0.999 * others[key] for key in self.keys)
+        return sum(mine[key] < 0.999 * others[key] for key in self.tokens)
 
     def rate(self, steps: Iterable[RecordedStep]) -> float:
         """µs of their work a µs."""
         work_us = taken_us = 0.0
         for step in steps:
-            own_us = sum(us for *key, _, us in step.documents if tuple(key) in self.keys)
+            own_us = sum(us for *key, _, us in step.documents if tuple(key) in self.tokens)
             work_us += own_us
-            taken_us += own_us / _work_us(step) * step.seconds * 1e6
+            taken_us += own_us / step.work_us * step.seconds * 1e6
         return work_us / taken_us
-
-    def _sum(self, totals: Mapping[Key, float]) -> float:
-        return sum(totals[key] for key in self.keys)
-
-
-def _work_us(step: RecordedStep) -> float:
-    return sum(us for *_, us in step.documents)
-
-
-def _rate(steps: Sequence[RecordedStep]) -> float:
-    """µs of work a µs, of all their documents."""
-    return sum(map(_work_us, steps)) / sum(step.seconds for step in steps) / 1e6
 
 
 def _totals(steps: Iterable[RecordedStep], place: int) -> Counter[Key]:
@@ -98,45 +83,46 @@ def _totals(steps: Iterable[RecordedStep], place: int) -> Counter[Key]:
     return totals
 
 
+def _rate(steps: Sequence[RecordedStep]) -> float:
+    """µs of work a µs, of all their documents."""
+    return sum(step.work_us for step in steps) / sum(step.seconds for step in steps) / 1e6
+
+
 def summarize(recording: Recording) -> dict[str, Any]:
     """The figures of one layout, JSON-able.
 
-    Raises :class:`ConfigError` where there are too few rounds.
+    Raises :class:`ConfigError` where no document was trained by all packings.
     """
     counted = _counted(recording)
-    num_rounds = min(map(len, counted.values()))
-    if num_rounds < NUM_BLOCKS:
-        raise ConfigError(
-            f"{num_rounds} rounds are too few to compare; record at least {NUM_BLOCKS}"
-        )
     same, (base, *_, last) = Same(counted), recording.packings
-    if not same.keys:
+    if not same.tokens:
         raise ConfigError("no document was trained by all packings; record more rounds")
-    summary: dict[str, Any] = {
-        "rounds": num_rounds,
-        "documents": {
-            "same": len(same.keys),
-            "tokens": same.tokens,
-            "share_of_tokens": {name: same.share(steps) for name, steps in counted.items()},
-            "cut_by_original": same.num_cut(base, last),
-        },
-        "packings": {name: _figures(steps, same) for name, steps in counted.items()},
-        "speedup_over_original": {},
-        "micro_batch_prediction_error": _prediction_error(recording, counted),
-    }
+    num_rounds = len(recording.rounds)
     ends = [num_rounds * block // NUM_BLOCKS for block in range(NUM_BLOCKS + 1)]
     blocks = [slice(start, stop) for start, stop in pairwise(ends)]
+    speedup = {}
     for name, steps in counted.items():
         parts = [_rate(steps[b]) / _rate(counted[base][b]) for b in blocks]
         work = same.rate(steps) / same.rate(counted[base])
         a_token = same.work_us(name) / same.work_us(base)
-        summary["speedup_over_original"][name] = {
+        speedup[name] = {
             "tokens": work / a_token,
             "work": work,
             "work_a_token": a_token,
             "work_spread": {"min": min(parts), "max": max(parts), "blocks": NUM_BLOCKS},
         }
-    return summary
+    return {
+        "rounds": num_rounds,
+        "documents": {
+            "same": len(same.tokens),
+            "tokens": same.num_tokens,
+            "share_of_tokens": {name: same.share(steps) for name, steps in counted.items()},
+            "cut_by_original": same.num_cut(base, last),
+        },
+        "packings": {name: _figures(steps, same) for name, steps in counted.items()},
+        "speedup_over_original": speedup,
+        "micro_batch_prediction_error": _prediction_error(recording, counted),
+    }
 
 
 def _counted(recording: Recording) -> Steps:
@@ -147,21 +133,16 @@ def _counted(recording: Recording) -> Steps:
 
 
 def _figures(steps: Sequence[RecordedStep], same: Same) -> dict[str, Any]:
-    seconds = [s.seconds for s in steps]
     available = sum(len(s.intervals) * s.span_us for s in steps)
     tokens = sum(s.num_tokens for s in steps)
     work_per_s = same.rate(steps)
     return {
-        "tokens_per_s": work_per_s / same.work_us(steps[0].packing) * same.tokens * 1e6,
+        "tokens_per_s": work_per_s / same.work_us(steps[0].packing) * same.num_tokens * 1e6,
         # µs of predicted work a µs: 1 a process would be a perfect prediction without bubbles.
         "work_per_s": work_per_s,
         "bubble_share": 1 - sum(s.busy_us for s in steps) / available,
-        "step_time_s": {
-            "min": min(seconds),
-            "median": statistics.median(seconds),
-            "max": max(seconds),
-        },
-        "step_tokens": _step_tokens(steps),
+        "step_time_s": _range([s.seconds for s in steps]),
+        "step_tokens": _range([s.num_tokens for s in steps]),
         "imbalance": statistics.mean(s.imbalance for s in steps),
         "delay_steps": sum(s.delay_steps * s.num_tokens for s in steps) / tokens,
         "loss": sum(s.loss * s.num_tokens for s in steps) / tokens,
@@ -170,7 +151,17 @@ def _figures(steps: Sequence[RecordedStep], same: Same) -> dict[str, Any]:
     }
 
 
-def _prediction_error(recording: Recording, counted: Mapping[str, Sequence[RecordedStep]]) -> float:
+def _range(values: Sequence[float]) -> dict[str, float]:
+    """Of all steps of a packing."""
+    mean, median = statistics.mean(values), statistics.median(values)
+    return {"min": min(values), "mean": mean, "median": median, "max": max(values)}
+
+
+def _over_mean(tokens: Mapping[str, float]) -> list[str]:
+    return [f"{tokens[end] / tokens['mean']:.2f}" for end in ("min", "max")]
+
+
+def _prediction_error(recording: Recording, counted: Steps) -> float:
     """Mean of |predicted ÷ measured - 1| over all micro-batches, the machine's speed taken out.
 
     A shared machine is slower at times; each step's total is scaled to what was measured.
@@ -231,7 +222,7 @@ def table(title: str, summary: Mapping[str, Any]) -> Table:
         "idle time (bubble share)": [f"{f['bubble_share']:.1%}" for f in figures],
         "imbalance (predicted)": [f"{f['imbalance']:.3f}" for f in figures],
         "delay, steps": [f"{f['delay_steps']:.2f}" for f in figures],
-        "tokens of a step ÷ mean": [" … ".join(_spread(f["step_tokens"])) for f in figures],
+        "tokens of a step ÷ mean": [" … ".join(_over_mean(f["step_tokens"])) for f in figures],
         "step time, median s": [f"{f['step_time_s']['median']:.2f}" for f in figures],
         "last loss": [f"{f['final_loss']:.3f}" for f in figures],
     }
@@ -242,15 +233,6 @@ def table(title: str, summary: Mapping[str, Any]) -> Table:
         f"{summary['micro_batch_prediction_error']:.1%}"
     )
     return result
-
-
-def _step_tokens(steps: Sequence[RecordedStep]) -> dict[str, float]:
-    tokens = [step.num_tokens for step in steps]
-    return {"min": min(tokens), "mean": statistics.mean(tokens), "max": max(tokens)}
-
-
-def _spread(tokens: Mapping[str, float]) -> list[str]:
-    return [f"{tokens[end] / tokens['mean']:.2f}" for end in ("min", "max")]
 
 
 def _sliced(step: RecordedStep) -> list[int | None]:
@@ -300,7 +282,7 @@ def draw(recording: Recording, folder: Path, layout: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     work_path, timeline_path = (folder / f"{layout}-{n}.png" for n in ("work", "timeline"))
     steps = _counted(recording)
-    spreads = {name: _spread(_step_tokens(of)) for name, of in steps.items()}
+    spreads = {name: _over_mean(_range([s.num_tokens for s in of])) for name, of in steps.items()}
     plot_micro_batches(
         {
             name: [[us for rank in s.predicted_us for us in rank] for s in of]
@@ -311,14 +293,17 @@ def draw(recording: Recording, folder: Path, layout: str) -> list[Path]:
         RATE + ", ".join(f"{name} {low} to {high}" for name, (low, high) in spreads.items()),
     )
     drawn = stretch(steps)
-    same, num = Same(drawn), len(drawn[recording.packings[0]])
+    same, base = Same(drawn), recording.packings[0]
+    num = len(drawn[base])
+    titles = {
+        name: f"{name} ({same.share(own):.0%} of its tokens are these, with "
+        f"{same.work_us(name) / same.work_us(base):.2f}× the work)"
+        for name, own in drawn.items()
+    }
     plot_timelines(
-        {
-            f"{name} ({same.share(own):.0%} of its tokens are these)": _in_a_row(recording, own)
-            for name, own in drawn.items()
-        },
+        {titles[name]: _in_a_row(recording, own) for name, own in drawn.items()},
         timeline_path,
-        f"{num} steps in a row of each packing, {layout}: the same {len(same.keys)} documents",
+        f"{num} steps in a row of each packing, {layout}: the same {len(same.tokens)} documents",
         measured=True,
         row="pipeline rank" if recording.pp_size > 1 else "rank",
         of=f"{num} steps",

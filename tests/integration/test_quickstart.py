@@ -73,7 +73,7 @@ def test_summary_has_the_promised_keys(summary: dict[str, Any]) -> None:
                 "delay_steps",
                 "loss",
             }
-            assert set(figures["step_time_s"]) == {"min", "median", "max"}
+            assert set(figures["step_time_s"]) == {"min", "mean", "median", "max"}
         for speed in layout["speedup_over_original"].values():
             assert speed["work"] == pytest.approx(speed["tokens"] * speed["work_a_token"])
 
@@ -112,12 +112,11 @@ def test_recordings_hold_the_steps_in_turns(out: Path) -> None:
         "dp2": (1, 2, 1),
     }.items():
         recording = Recording.read(out / f"{layout}.json")
-        once_us = json.loads((out / f"{layout}.json").read_text())["cost"]["micro_batch_us"]
         assert (recording.pp_size, recording.dp_size) == (pp_size, dp_size)
         packings, num_cut = LAYOUTS[layout], 0
         assert [(step.round, step.packing) for step in recording.steps] == [
-            # The round before, to warm up, began with the first one.
-            (number, packings[(1 + number + turn) % len(packings)])
+            # The one before, to warm up, is not among them.
+            (number, packings[(2 + number + turn) % len(packings)])
             for number in range(ROUNDS)
             for turn in range(len(packings))
         ]
@@ -126,7 +125,6 @@ def test_recordings_hold_the_steps_in_turns(out: Path) -> None:
             if step.packing == "slim":
                 counts = [sum(own) for own in step.chains]
                 num_cut += any(keys for rank in step.prefixes for m in rank for keys in m)
-                assert step.more_us == pytest.approx((sum(counts) - num_micro_batches) * once_us)
             assert [len(lengths) for lengths in step.lengths] == counts
             assert bool(step.chains) == (step.packing == "slim")
             num_run = sum(n for row in step.lengths for m in row for n in m)

@@ -121,7 +121,9 @@ def test_figures_are_those_computed_by_hand(recording: Recording) -> None:
     assert original["tokens_per_s"] == pytest.approx(300 / 150e-6)
     assert original["work_per_s"] == pytest.approx(120 / 150)
     assert original["bubble_share"] == pytest.approx(1 - 30 / 50)
-    assert original["step_time_s"] == pytest.approx({"min": 4e-5, "median": 5e-5, "max": 6e-5})
+    assert original["step_time_s"] == pytest.approx(
+        {"min": 4e-5, "mean": 5e-5, "median": 5e-5, "max": 6e-5}
+    )
     assert original["imbalance"] == pytest.approx(1.25)
     assert original["delay_steps"] == 0
     assert original["loss"] == pytest.approx((4 + 3 + 2 + 1) / 4)
@@ -135,7 +137,7 @@ def test_figures_are_those_computed_by_hand(recording: Recording) -> None:
     assert hold["delay_steps"] == pytest.approx((0 + 100 + 240 + 40) / 400)
     # By tokens: not the mean of 3, 3, 3 and 2.
     assert hold["loss"] == pytest.approx((300 + 300 + 360 + 160) / 400)
-    assert hold["step_tokens"] == {"min": 80, "mean": 100, "max": 120}
+    assert hold["step_tokens"] == {"min": 80, "mean": 100, "median": 100, "max": 120}
 
 
 def test_speedup_is_of_the_same_documents(recording: Recording) -> None:
@@ -180,11 +182,6 @@ def test_a_slower_hold_is_shown_as_slower(tmp_path: Path) -> None:
     speed = summarize(read(tmp_path, swapped, 2, 2))["speedup_over_original"]["hold"]
     assert speed["tokens"] == pytest.approx((50 + 40 * 2 / 3) / 150)
     assert speed["work_a_token"] == pytest.approx(120 / 130)
-
-
-def test_too_few_rounds_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"3 rounds are too few .* at least 4"):
-        summarize(read(tmp_path, RECORDS[:-2], 2, 2))
 
 
 def test_processes_are_taken_by_pipeline_stage_then_replica(tmp_path: Path) -> None:
@@ -263,8 +260,8 @@ def test_picture_is_of_rounds_with_the_same_documents(
     assert drawn["title"] == "2 steps in a row of each packing, pp2: the same 3 documents"
     original, hold = drawn["timelines"].values()
     assert list(drawn["timelines"]) == [
-        "original (100% of its tokens are these)",
-        "hold (100% of its tokens are these)",
+        "original (100% of its tokens are these, with 1.00× the work)",
+        "hold (100% of its tokens are these, with 1.12× the work)",
     ]
     # The second step begins when the first has ended, after 39.5 and 29.5 µs, whenever it ran.
     assert original.step_us == 39.5 + 25 and hold.step_us == 29.5 + 21
