@@ -45,13 +45,6 @@ class Layout(NamedTuple):
     packings: tuple[str, ...]
     flags: tuple[str, ...] = ()
 
-    def said_s(self, num_windows: int, window: int, rounds: int) -> str:
-        """How long it takes, for sizes of which that is known."""
-        if (num_windows, window) != (self.num_windows, self.window):
-            return ""
-        seconds = self.start_s + (rounds + 1) * self.round_s
-        return f": {seconds:.0f} s on two quiet cores, more where others use them"
-
 
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
@@ -103,11 +96,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         batch, rounds = options.windows or own.num_windows, options.rounds or own.rounds
         window = own.window if options.seq_length is None else options.seq_length
         what = f"{own.what}, {batch} windows of {window:,} tokens a step"
-        console.print(
-            f"training {layout}: {what}; {rounds} steps of each of {', '.join(own.packings)} in "
-            f"turns{own.said_s(batch, window, rounds)}",
-            soft_wrap=True,
-        )
+        told = f"training {layout}: {what}; {rounds} steps in turns of {', '.join(own.packings)}"
+        if (batch, window) == (own.num_windows, own.window):
+            seconds = own.start_s + (rounds + 1) * own.round_s
+            told += f": {seconds:.0f} s on two quiet cores, more where others use them"
+        console.print(told, soft_wrap=True)
         make(
             f"training {layout}",
             NUM_PROCESSES,

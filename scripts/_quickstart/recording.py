@@ -179,8 +179,8 @@ class Recording:
     """In the order in which they ran."""
 
     @classmethod
-    def read(cls, path: Path, fewest_rounds: int = 1) -> Recording:
-        """Raises :class:`ConfigError` for a file that is no recording, or one that is too short."""
+    def read(cls, path: Path) -> Recording:
+        """Raises :class:`ConfigError` for a file that is no recording."""
         try:
             content = parse_mapping(read_text(path, MAX_RECORD_BYTES), is_json=True)
             config = from_flat(typed("config", content.pop("config", None), dict))
@@ -190,11 +190,6 @@ class Recording:
             recording = record("", cls, known | {"config": config, "steps": steps})
         except ConfigError as error:
             raise ConfigError(f"{path} is no recording ({error}); record it again") from None
-        if len(recording.rounds) < fewest_rounds:
-            raise ConfigError(
-                f"{path}: {len(recording.rounds)} rounds are too few; record at least "
-                f"{fewest_rounds}"
-            )
         return recording
 
     @cached_property
@@ -227,11 +222,6 @@ class Recording:
     @property
     def dp_size(self) -> int:
         return len(self.steps[0].lengths)
-
-    @property
-    def num_stages(self) -> int:
-        p = parallelism(self.config)
-        return p.pp_size * p.vpp_size
 
     def graph(self, step: RecordedStep, dp_rank: int) -> Graph:
         """What a replica ran."""

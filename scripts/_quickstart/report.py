@@ -26,7 +26,7 @@ from megatron_wlb.simulator.engine import Timeline
 NUM_BLOCKS = 4
 """Consecutive parts of the recording whose speed-ups show the spread."""
 DRAWN = 32
-"""Micro-batches of Megatron's packing in a picture of a stretch of steps."""
+"""The most rounds in a picture: more could not be told apart."""
 WORK = "work: the seconds of computing that documents should take, by a cost measured at the start"
 RATE = (
     "A step's loss is the mean over its tokens, whatever their work: for the learning rate steps\n"
@@ -191,17 +191,14 @@ def headline(summary: Mapping[str, Any]) -> str:
             f"({low:.2f} … {high:.2f} in {NUM_BLOCKS} parts of {summary['rounds']} rounds), which "
             f"is {speed['tokens']:.2f}× the tokens; processes wait {share:.1%} of the time"
         )
-    documents, whole = summary["documents"], speed["work_a_token"]
-    return "\n".join(
-        [
-            *lines,
-            f"{base}: processes wait {first_idle:.1%} of the time",
-            f"Compared are the same {documents['same']:,} documents of {documents['tokens']:,} "
-            f"tokens. {base} cuts {documents['cut_by_original']} of them at the ends of windows. "
-            f"Their pieces do not see each other: whole, all are {whole:.2f}× the work. So work a "
-            "second grows by that more than tokens a second.",
-        ]
+    documents = summary["documents"]
+    why = (
+        f"Compared are the same {documents['same']:,} documents of {documents['tokens']:,} tokens. "
+        f"{base} cuts {documents['cut_by_original']} of them at the ends of windows. The pieces do "
+        f"not see each other: whole, all are {speed['work_a_token']:.2f}× the work. So work a "
+        "second grows by that more than tokens a second."
     )
+    return "\n".join([*lines, f"{base}: processes wait {first_idle:.1%} of the time", why])
 
 
 def table(title: str, summary: Mapping[str, Any]) -> Table:
@@ -245,23 +242,6 @@ def _sliced(step: RecordedStep) -> list[int | None]:
     return [unit.slice and unit.slice.document for own in units for unit in own]
 
 
-def stretch(counted: Steps) -> Steps:
-    """The rounds in a row whose documents differ least between the packings: see :data:`DRAWN`."""
-    first = next(iter(counted.values()))
-    num = min(len(first), max(1, DRAWN // sum(map(len, first[0].lengths))))
-    stretches = [
-        {name: steps[start : start + num] for name, steps in counted.items()}
-        for start in range(min(map(len, counted.values())) - num + 1)
-    ]
-    return max(stretches, key=_agreement)
-
-
-def _agreement(counted: Steps) -> float:
-    """The least share of a packing's tokens that are those of the same documents."""
-    same = Same(counted)
-    return min(map(same.share, counted.values()))
-
-
 def _in_a_row(recording: Recording, steps: Sequence[RecordedStep]) -> Timeline:
     """Steps, as if no other packing had had its turn between them."""
     rows: list[list[Any]] = [[] for _ in range(recording.world_size)]
@@ -292,20 +272,20 @@ def draw(recording: Recording, folder: Path, layout: str) -> list[Path]:
         {name: [_sliced(s) for s in of] for name, of in steps.items() if any(s.chains for s in of)},
         RATE + ", ".join(f"{name} {low} to {high}" for name, (low, high) in spreads.items()),
     )
-    drawn = stretch(steps)
+    drawn = {name: of[:DRAWN] for name, of in steps.items()}
     same, base = Same(drawn), recording.packings[0]
-    num = len(drawn[base])
     titles = {
-        name: f"{name} ({same.share(own):.0%} of its tokens are these, with "
+        name: f"{name} ({same.share(of):.0%} of its tokens are these, with "
         f"{same.work_us(name) / same.work_us(base):.2f}× the work)"
-        for name, own in drawn.items()
+        for name, of in drawn.items()
     }
+    num = f"{len(drawn[base])} steps"
     plot_timelines(
-        {titles[name]: _in_a_row(recording, own) for name, own in drawn.items()},
+        {titles[name]: _in_a_row(recording, of) for name, of in drawn.items()},
         timeline_path,
-        f"{num} steps in a row of each packing, {layout}: the same {len(same.tokens)} documents",
+        f"{num} of each packing in a row, {layout}: the same {len(same.tokens)} documents",
         measured=True,
         row="pipeline rank" if recording.pp_size > 1 else "rank",
-        of=f"{num} steps",
+        of=num,
     )
     return [work_path, timeline_path]

@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     memory_rounds=options.memory_rounds,
                 )
         for name in wanted:
-            recordings[name] = Recording.read(folder / f"{name}.json", FEWEST_ROUNDS)
+            recordings[name] = Recording.read(folder / f"{name}.json")
         return summarize(recordings)
 
 

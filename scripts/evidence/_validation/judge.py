@@ -27,6 +27,7 @@ from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import dataflow
 from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
 
 CALIBRATION_SHARE = 3
@@ -89,9 +90,12 @@ def repeat_error(recording: Recording) -> float:
 
 
 def calibrate(recording: Recording) -> Calibration:
-    """Raises :class:`ConfigError` for too few micro-batches to fit."""
+    """Raises :class:`ConfigError` for too few rounds, or micro-batches, to fit."""
+    if (num := len(recording.rounds)) < FEWEST_ROUNDS:
+        raise ConfigError(f"{num} rounds are too few; record at least {FEWEST_ROUNDS}")
     steps, _ = divided(recording)
-    samples: list[list[StageSample]] = [[] for _ in range(recording.num_stages)]
+    p = parallelism(recording.config)
+    samples: list[list[StageSample]] = [[] for _ in range(p.pp_size * p.vpp_size)]
     between: dict[str, list[float]] = {step.schedule: [] for step in steps}
     waited: dict[str, list[float]] = {step.schedule: [] for step in steps}
     besides: list[float] = []

@@ -13,7 +13,6 @@ from _quickstart.recording import RecordedStep, Recording, chained, core_of
 from _validation import judge as validation
 from _validation.fit import fit_stage
 from _validation.judge import (
-    FEWEST_ROUNDS,
     Row,
     calibrate,
     divided,
@@ -111,7 +110,7 @@ def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, re
         step = step_of(packing, rounds, lengths, vpp_size, num_cores, 1.0)
         steps.append(dataclasses.replace(step, activation_bytes=used))
     path = write_recording(tmp_path, config, num_cores, ["original", "hold"], steps)
-    return Recording.read(path, FEWEST_ROUNDS)
+    return Recording.read(path)
 
 
 def write_recording(tmp_path, config, num_cores, packings, steps):
@@ -188,7 +187,7 @@ def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
     ]
     counted = dataclasses.replace(counted, round=12, activation_bytes=used)
     path = write_recording(tmp_path, config, num_cores, ["original", "slim"], [*steps, counted])
-    recording = Recording.read(path, FEWEST_ROUNDS)
+    recording = Recording.read(path)
     calibration = calibrate(recording)
     assert calibration.fit_error < 1e-6
     assert calibration.slice_us == pytest.approx(np.array([[700, 840], [900, 1080]]))
@@ -304,4 +303,4 @@ def test_recordings_that_cannot_be_judged_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is no recording"):
         Recording.read(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="5 rounds are too few"):
-        recording_of(tmp_path, rounds=5)
+        calibrate(recording_of(tmp_path, rounds=5))

@@ -237,12 +237,12 @@ def test_headline_says_why_work_grows_more_than_tokens(recording: Recording) -> 
         "which is 1.96× the tokens; processes wait 33.3% of the time",
         "original: processes wait 40.0% of the time",
         "Compared are the same 4 documents of 300 tokens. original cuts 1 of them at the ends of "
-        "windows. Their pieces do not see each other: whole, all are 1.08× the work. So work a "
+        "windows. The pieces do not see each other: whole, all are 1.08× the work. So work a "
         "second grows by that more than tokens a second.",
     ]
 
 
-def test_picture_is_of_rounds_with_the_same_documents(
+def test_picture_says_which_documents_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Any] = {}
@@ -252,12 +252,11 @@ def test_picture_is_of_rounds_with_the_same_documents(
 
     monkeypatch.setattr(plot, "plot_timelines", keep)
     monkeypatch.setattr(work, "plot_micro_batches", lambda *given: drawn.update(note=given[3]))
-    monkeypatch.setattr(report, "DRAWN", 4)  # two rounds of two micro-batches
+    monkeypatch.setattr(report, "DRAWN", 2)
     recording = read(tmp_path, RECORDS, 2, 2)
     draw(recording, tmp_path, "pp2")
     assert drawn["row"] == "pipeline rank" and drawn["of"] == "2 steps" and drawn["measured"]
-    # Rounds 0 and 1: nothing waits before or behind them.
-    assert drawn["title"] == "2 steps in a row of each packing, pp2: the same 3 documents"
+    assert drawn["title"] == "2 steps of each packing in a row, pp2: the same 3 documents"
     original, hold = drawn["timelines"].values()
     assert list(drawn["timelines"]) == [
         "original (100% of its tokens are these, with 1.00× the work)",
