@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import Queue
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 from rich.console import Console
@@ -59,6 +59,10 @@ SAYS = "quickstart> "
 """What each line starts with that a run tells; JSON follows."""
 WARM_UP = -1
 """The repeat before the first, in which caches and pools fill: not recorded."""
+
+
+Ran: TypeAlias = tuple[int, int, int, int, float]
+"""What ran of a document: its corpus, epoch and number; tokens, and their work in µs."""
 
 
 def chained(lengths: Sequence[Sequence[int]], chains: Sequence[int]) -> tuple[Unit, ...]:
@@ -107,8 +111,7 @@ class RecordedStep:
     :attr:`megatron_wlb.plan.MicroBatchPlan.prefixes`; empty for Megatron's schedule."""
     chains: list[list[int]] = field(default_factory=list)
     """``[dp_size][chains]``, as in :attr:`megatron_wlb.plan.StepPlan.chains`."""
-    documents: list[tuple[int, int, int, int, float]] = field(default_factory=list)
-    """What it ran of each document: corpus, epoch, number; tokens, and their work in µs."""
+    documents: list[Ran] = field(default_factory=list)
 
     @property
     def step_us(self) -> float:

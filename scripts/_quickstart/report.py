@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from rich.table import Table
 
-from _quickstart.recording import RecordedStep, Recording
+from _quickstart.recording import Ran, RecordedStep, Recording
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.simulator.engine import Timeline
@@ -33,9 +33,9 @@ RATE = (
     "differ as their tokens do. Tokens of the least and the most, over the mean: "
 )
 
-Steps = Mapping[str, Sequence[RecordedStep]]
+Steps: TypeAlias = Mapping[str, Sequence[RecordedStep]]
 """By packing."""
-Key = tuple[int, int, int]
+Key: TypeAlias = tuple[int, int, int]
 """Corpus, epoch and number of a document."""
 
 
@@ -43,8 +43,10 @@ class Same:
     """The documents that all packings run the same tokens of, and what they took."""
 
     def __init__(self, counted: Steps) -> None:
-        tokens, self._work_us = (
-            {name: _totals(steps, place) for name, steps in counted.items()} for place in (3, 4)
+        ran = {name: [d for s in steps for d in s.documents] for name, steps in counted.items()}
+        tokens, self._work_us, self._pieces = (
+            {name: _totals(own, value) for name, own in ran.items()}
+            for value in (lambda d: d[3], lambda d: d[4], lambda d: 1)
         )
         first, *others = tokens.values()
         self.tokens = {
@@ -60,10 +62,10 @@ class Same:
         """By a packing that cuts some, less: their pieces do not see each other."""
         return sum(self._work_us[packing][key] for key in self.tokens)
 
-    def num_cut(self, packing: str, other: str) -> int:
-        """How many are less work than with another packing."""
-        mine, others = self._work_us[packing], self._work_us[other]
-        return sum(mine[key] < 0.999 * others[key] for key in self.tokens)
+    def num_cut(self, packing: str) -> int:
+        """How many it cuts that another one does not."""
+        pieces, every = self._pieces[packing], self._pieces.values()
+        return sum(pieces[key] > min(own[key] for own in every) for key in self.tokens)
 
     def rate(self, steps: Iterable[RecordedStep]) -> float:
         """µs of their work a µs."""
@@ -75,11 +77,10 @@ class Same:
         return work_us / taken_us
 
 
-def _totals(steps: Iterable[RecordedStep], place: int) -> Counter[Key]:
+def _totals(documents: Iterable[Ran], value: Callable[[Ran], float]) -> Counter[Key]:
     totals: Counter[Key] = Counter()
-    for step in steps:
-        for document in step.documents:
-            totals[document[:3]] += document[place]  # type: ignore[assignment]
+    for document in documents:
+        totals[document[:3]] += value(document)  # type: ignore[assignment]
     return totals
 
 
@@ -94,7 +95,7 @@ def summarize(recording: Recording) -> dict[str, Any]:
     Raises :class:`ConfigError` where no document was trained by all packings.
     """
     counted = _counted(recording)
-    same, (base, *_, last) = Same(counted), recording.packings
+    same, base = Same(counted), recording.packings[0]
     if not same.tokens:
         raise ConfigError("no document was trained by all packings; record more rounds")
     num_rounds = len(recording.rounds)
@@ -117,7 +118,7 @@ def summarize(recording: Recording) -> dict[str, Any]:
             "same": len(same.tokens),
             "tokens": same.num_tokens,
             "share_of_tokens": {name: same.share(steps) for name, steps in counted.items()},
-            "cut_by_original": same.num_cut(base, last),
+            "cut_by_original": same.num_cut(base),
         },
         "packings": {name: _figures(steps, same) for name, steps in counted.items()},
         "speedup_over_original": speedup,
@@ -176,10 +177,7 @@ def _prediction_error(recording: Recording, counted: Steps) -> float:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """How much faster the packings are than the first one, and how long processes wait.
-
-    The last packing comes first.
-    """
+    """How much faster packings are than the first one, the last one first, and how long they wait."""
     idle = {name: figures["bubble_share"] for name, figures in summary["packings"].items()}
     (base, first_idle), *others = idle.items()
     lines = []
@@ -233,13 +231,9 @@ def table(title: str, summary: Mapping[str, Any]) -> Table:
 
 
 def _sliced(step: RecordedStep) -> list[int | None]:
-    """The document that each micro-batch runs a slice of, as :meth:`RecordedStep.units` number
-    them.
-    """
-    units = [
-        step.units(dp_rank) or [Unit(0)] * len(own) for dp_rank, own in enumerate(step.lengths)
-    ]
-    return [unit.slice and unit.slice.document for own in units for unit in own]
+    """The document that each micro-batch runs a slice of, numbered as by its units."""
+    rows = [step.units(rank) or [Unit(0)] * len(own) for rank, own in enumerate(step.lengths)]
+    return [unit.slice and unit.slice.document for own in rows for unit in own]
 
 
 def _in_a_row(recording: Recording, steps: Sequence[RecordedStep]) -> Timeline:
@@ -259,7 +253,6 @@ def draw(recording: Recording, folder: Path, layout: str) -> list[Path]:
     from _quickstart.work import plot_micro_batches
     from megatron_wlb.study.plot import plot_timelines
 
-    folder.mkdir(parents=True, exist_ok=True)
     work_path, timeline_path = (folder / f"{layout}-{n}.png" for n in ("work", "timeline"))
     steps = _counted(recording)
     spreads = {name: _over_mean(_range([s.num_tokens for s in of])) for name, of in steps.items()}
