@@ -177,7 +177,7 @@ def _prediction_error(recording: Recording, counted: Steps) -> float:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """How much faster packings are than the first one, the last one first, and how long they wait."""
+    """How much faster packings are than the first one, and how long each waits."""
     idle = {name: figures["bubble_share"] for name, figures in summary["packings"].items()}
     (base, first_idle), *others = idle.items()
     lines = []
