@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     """Steps of each packing, if not given."""
     start_s: float
     round_s: float
-    """What they take on two quiet cores: all before the first round, and a round."""
+    """What they take on two quiet cores: all before the first, which warms up, and one."""
     packings: tuple[str, ...]
     flags: tuple[str, ...] = ()
 
@@ -49,9 +49,9 @@ class Layout(NamedTuple):
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
     # So long a window that what a micro-batch takes besides its documents is small.
-    "pp2": Layout("pipeline, PP=2", 16384, 4, 8, 40, 15.5, ("original", "hold", "slim"), PP2),
+    "pp2": Layout("pipeline, PP=2", 16384, 4, 8, 56, 15.5, ("original", "hold", "slim"), PP2),
     # Without a pipeline, slices have no bubble to fill.
-    "dp2": Layout("data-parallel, DP=2", 8192, 2, 28, 20, 1.5, ("original", "hold")),
+    "dp2": Layout("data-parallel, DP=2", 8192, 2, 28, 22, 1.5, ("original", "hold")),
 }
 
 
@@ -86,6 +86,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         raise ConfigError(f"--rounds is {options.rounds}; use at least {report.NUM_BLOCKS}")
     if options.windows is not None and options.windows < 1:
         raise ConfigError(f"--windows is {options.windows}; use at least 1")
+    if options.windows is options.seq_length is None:
+        chosen = [LAYOUTS[name] for name in options.layouts]
+        seconds = sum(x.start_s + (options.rounds or x.rounds) * x.round_s for x in chosen)
+        console.print(f"training takes {seconds:.0f} s on two quiet cores, longer beside others")
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     prefix = corpus(out / "corpus", console)
@@ -96,11 +100,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         batch, rounds = options.windows or own.num_windows, options.rounds or own.rounds
         window = own.window if options.seq_length is None else options.seq_length
         what = f"{own.what}, {batch} windows of {window:,} tokens a step"
-        told = f"training {layout}: {what}; {rounds} steps in turns of {', '.join(own.packings)}"
-        if (batch, window) == (own.num_windows, own.window):
-            seconds = own.start_s + (rounds + 1) * own.round_s
-            told += f": {seconds:.0f} s on two quiet cores, more where others use them"
-        console.print(told, soft_wrap=True)
+        console.print(
+            f"training {layout}: {what}; {rounds} steps in turns of {', '.join(own.packings)}",
+            soft_wrap=True,
+        )
         make(
             f"training {layout}",
             NUM_PROCESSES,
