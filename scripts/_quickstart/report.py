@@ -54,9 +54,14 @@ class Same:
         }
         self.num_tokens = sum(self.tokens.values())
 
-    def share(self, steps: Sequence[RecordedStep]) -> float:
-        """Of the tokens that these steps run."""
-        return self.num_tokens / sum(step.num_tokens for step in steps)
+    def took_s(self, steps: Iterable[RecordedStep]) -> float:
+        """Of each step the share that they have in its work."""
+        return sum(
+            sum(us for *key, _, us in step.documents if tuple(key) in self.tokens)
+            / step.work_us
+            * step.seconds
+            for step in steps
+        )
 
     def work_us(self, packing: str) -> float:
         """By a packing that cuts some, less: their pieces do not see each other."""
@@ -66,15 +71,6 @@ class Same:
         """How many it cuts that another one does not."""
         pieces, every = self._pieces[packing], self._pieces.values()
         return sum(pieces[key] > min(own[key] for own in every) for key in self.tokens)
-
-    def rate(self, steps: Iterable[RecordedStep]) -> float:
-        """µs of their work a µs."""
-        work_us = taken_us = 0.0
-        for step in steps:
-            own_us = sum(us for *key, _, us in step.documents if tuple(key) in self.tokens)
-            work_us += own_us
-            taken_us += own_us / step.work_us * step.seconds * 1e6
-        return work_us / taken_us
 
 
 def _totals(documents: Iterable[Ran], value: Callable[[Ran], float]) -> Counter[Key]:
@@ -104,11 +100,11 @@ def summarize(recording: Recording) -> dict[str, Any]:
     speedup = {}
     for name, steps in counted.items():
         parts = [_rate(steps[b]) / _rate(counted[base][b]) for b in blocks]
-        work = same.rate(steps) / same.rate(counted[base])
+        tokens = same.took_s(counted[base]) / same.took_s(steps)
         a_token = same.work_us(name) / same.work_us(base)
         speedup[name] = {
-            "tokens": work / a_token,
-            "work": work,
+            "tokens": tokens,
+            "work": tokens * a_token,
             "work_a_token": a_token,
             "work_spread": {"min": min(parts), "max": max(parts), "blocks": NUM_BLOCKS},
         }
@@ -117,7 +113,6 @@ def summarize(recording: Recording) -> dict[str, Any]:
         "documents": {
             "same": len(same.tokens),
             "tokens": same.num_tokens,
-            "share_of_tokens": {name: same.share(steps) for name, steps in counted.items()},
             "cut_by_original": same.num_cut(base),
         },
         "packings": {name: _figures(steps, same) for name, steps in counted.items()},
@@ -136,11 +131,11 @@ def _counted(recording: Recording) -> Steps:
 def _figures(steps: Sequence[RecordedStep], same: Same) -> dict[str, Any]:
     available = sum(len(s.intervals) * s.span_us for s in steps)
     tokens = sum(s.num_tokens for s in steps)
-    work_per_s = same.rate(steps)
+    took_s = same.took_s(steps)
     return {
-        "tokens_per_s": work_per_s / same.work_us(steps[0].packing) * same.num_tokens * 1e6,
-        # µs of predicted work a µs: 1 a process would be a perfect prediction without bubbles.
-        "work_per_s": work_per_s,
+        "tokens_per_s": same.num_tokens / took_s,
+        # Seconds of predicted work: 1 a process would be a perfect prediction without bubbles.
+        "work_per_s": same.work_us(steps[0].packing) / 1e6 / took_s,
         "bubble_share": 1 - sum(s.busy_us for s in steps) / available,
         "step_time_s": _range([s.seconds for s in steps]),
         "step_tokens": _range([s.num_tokens for s in steps]),
@@ -268,7 +263,7 @@ def draw(recording: Recording, folder: Path, layout: str) -> list[Path]:
     drawn = {name: of[:DRAWN] for name, of in steps.items()}
     same, base = Same(drawn), recording.packings[0]
     titles = {
-        name: f"{name} ({same.share(of):.0%} of its tokens are these, with "
+        name: f"{name} (for these {same.took_s(of):.3g} s, "
         f"{same.work_us(name) / same.work_us(base):.2f}× the work)"
         for name, of in drawn.items()
     }
@@ -276,7 +271,7 @@ def draw(recording: Recording, folder: Path, layout: str) -> list[Path]:
     plot_timelines(
         {titles[name]: _in_a_row(recording, of) for name, of in drawn.items()},
         timeline_path,
-        f"{num} of each packing in a row, {layout}: the same {len(same.tokens)} documents",
+        f"{num} of each packing in a row, {layout}: {len(same.tokens)} documents are in all",
         measured=True,
         row="pipeline rank" if recording.pp_size > 1 else "rank",
         of=num,
