@@ -102,12 +102,13 @@ def plot_timelines(
     title: str,
     measured: bool,
     row: str = "pipeline rank",
+    of: str = "step",
 ) -> None:
     """What each pipeline rank does during a step, per packing (key), on one time axis.
 
     ``measured`` says whether the times were recorded in a run or come from a replay, and the
-    picture says it; ``row`` is what a row is called. Raises :class:`ConfigError` if there is
-    nothing to draw.
+    picture says it; ``row`` is what a row is called, ``of`` what is drawn. Raises
+    :class:`ConfigError` if there is nothing to draw.
     """
     longest_us = max((timeline.step_us for timeline in timelines.values()), default=0.0)
     if not longest_us:
@@ -124,7 +125,7 @@ def plot_timelines(
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
     for axes, (packing, timeline) in zip(panels, timelines.items(), strict=True):
         step = timeline.step_us / unit_us
-        set_title(axes, f"{packing}: step {step:.4g} {unit}, bubble {timeline.bubble_share:.1%}")
+        set_title(axes, f"{packing}: {of} {step:.4g} {unit}, bubble {timeline.bubble_share:.1%}")
         for rank, intervals in enumerate(timeline.intervals):
             axes.broken_barh([(0, step)], (rank - 0.42, 0.84), facecolors=GREY, zorder=1)
             axes.broken_barh(
@@ -156,7 +157,7 @@ def plot_timelines(
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
     panels[-1].set_xlim(0, longest_us / unit_us * 1.01)
-    panels[-1].set_xlabel(f"time in the step, {said} ({unit})")
+    panels[-1].set_xlabel(f"time in the {of}, {said} ({unit})")
     shades = ", darker: later chunk" if num_chunks > 1 else ""
     add_legend(
         figure,
@@ -164,7 +165,7 @@ def plot_timelines(
         Patch(color=_shade("B", num_chunks - 1, num_chunks), label=f"backward{shades}"),
         *([Patch(color=SLICES[0], label="slices of one document")] if has_slices else []),
         Patch(color=GREY, label="bubble"),
-        Line2D([], [], color=INK, lw=1.2, label="end of the step"),
+        Line2D([], [], color=INK, lw=1.2, label=f"end of the {of}"),
     )
     save(figure, path)
 

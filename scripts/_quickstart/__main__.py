@@ -39,20 +39,20 @@ class Layout(NamedTuple):
     """Windows a step."""
     rounds: int
     """Steps of each packing, if not given."""
+    start_s: float
+    round_s: float
+    """What they take on two quiet cores: all before the first, which warms up, and one."""
     packings: tuple[str, ...]
     flags: tuple[str, ...] = ()
 
 
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
-    # So long a window that what a micro-batch takes besides its documents is small; so
-    # many rounds that its table is there within five minutes on two cores.
-    "pp2": Layout("pipeline, PP=2", 16384, 4, 12, ("original", "hold", "slim"), PP2),
+    # So long a window that what a micro-batch takes besides its documents is small.
+    "pp2": Layout("pipeline, PP=2", 16384, 4, 8, 55, 13.0, ("original", "hold", "slim"), PP2),
     # Without a pipeline, slices have no bubble to fill.
-    "dp2": Layout("data-parallel, DP=2", 8192, 2, 60, ("original", "hold")),
+    "dp2": Layout("data-parallel, DP=2", 8192, 2, 28, 22, 1.5, ("original", "hold")),
 }
-SKIP_SHARE = 4
-"""One in so many rounds is run first and not counted: pools and caches fill."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run"
     )
-    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 12 and 60)")
+    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 8 and 28)")
     parser.add_argument("--windows", type=int, help="windows a step (default: 4 and 2)")
     parser.add_argument("--seq-length", type=int, help="tokens of a window (default: 16384, 8192)")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
@@ -82,23 +82,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Corpus, then for each layout training, table and pictures; returns the summary."""
-    fewest = next(n for n in range(1, 99) if n - n // SKIP_SHARE >= report.NUM_BLOCKS)
-    if options.rounds is not None and options.rounds < fewest:
-        raise ConfigError(f"--rounds is {options.rounds}; use at least {fewest}")
+    if options.rounds is not None and options.rounds < report.NUM_BLOCKS:
+        raise ConfigError(f"--rounds is {options.rounds}; use at least {report.NUM_BLOCKS}")
     if options.windows is not None and options.windows < 1:
         raise ConfigError(f"--windows is {options.windows}; use at least 1")
+    if options.windows is options.seq_length is None:
+        chosen = [LAYOUTS[name] for name in options.layouts]
+        seconds = sum(x.start_s + (options.rounds or x.rounds) * x.round_s for x in chosen)
+        console.print(f"training takes {seconds:.0f} s on two quiet cores, longer beside others")
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     prefix = corpus(out / "corpus", console)
     summary: dict[str, Any] = {}
     pictures = [out / "lengths.png"]
     for layout in options.layouts:
-        name, longest, windows, default, packings, flags = LAYOUTS[layout]
-        batch, rounds = options.windows or windows, options.rounds or default
-        window = longest if options.seq_length is None else options.seq_length
-        what, path = f"{name}, {batch} windows of {window:,} tokens a step", out / f"{layout}.json"
+        own, path = LAYOUTS[layout], out / f"{layout}.json"
+        batch, rounds = options.windows or own.num_windows, options.rounds or own.rounds
+        window = own.window if options.seq_length is None else options.seq_length
+        what = f"{own.what}, {batch} windows of {window:,} tokens a step"
         console.print(
-            f"training {layout}: {what}; {rounds} steps of each of {', '.join(packings)} in turns",
+            f"training {layout}: {what}; {rounds} steps in turns of {', '.join(own.packings)}",
             soft_wrap=True,
         )
         make(
@@ -106,21 +109,21 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             NUM_PROCESSES,
             path,
             console,
+            own.packings,
             [
-                *("--packings", ",".join(packings), "--rounds", str(rounds)),
-                *("--data-path", str(prefix), "--split", "1"),
+                *("--data-path", str(prefix), "--split", "1", "--seed", str(options.seed)),
                 *("--seq-length", str(window), "--global-batch-size", str(batch)),
-                *("--train-iters", str(rounds), "--seed", str(options.seed)),
-                *("--wlb-cost", "measured", "--wlb-device", "cpu", *SMALL_MODEL, *flags),
+                *(*SMALL_MODEL, *own.flags),
             ],
+            rounds=rounds,
         )
-        recording, skip = Recording.read(path), rounds // SKIP_SHARE
-        figures = report.summarize(recording, skip)
+        recording = Recording.read(path)
+        figures = report.summarize(recording)
         explained = "" if summary else f"\n{report.WORK}"
         console.print(f"\n{report.headline(figures)}{explained}", soft_wrap=True)
         summary[layout] = figures
         console.print(report.table(f"{layout}: {what}", figures))
-        pictures += report.draw(recording, skip, out, layout)
+        pictures += report.draw(recording, out, layout)
     from megatron_wlb.study.plot import plot_lengths
 
     statistics = LengthStatistics.of(Corpus.open(prefix).lengths, window)

@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 import torch
@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from megatron_wlb.plan import StepPlan
-    from megatron_wlb.runtime.stepping.step import StepRunner
+    from megatron_wlb.runtime.gpt.build import Model
+
+T = TypeVar("T")
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -99,15 +100,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def step_bytes(live: LiveBytes, runner: StepRunner, plan: StepPlan) -> tuple[int, int]:
-    """Bytes held before forward and backward of a step, and the most that these add."""
-    for chunk in runner.model.chunks:
+def step_bytes(live: LiveBytes, model: Model, run: Callable[[], T]) -> tuple[T, int, int]:
+    """What the passes of a step return, the bytes held before, and the most that they add."""
+    for chunk in model.chunks:
         chunk.train()
         chunk.zero_grad_buffer()  # type: ignore[operator]
-    for gpt in runner.model.gpts:
+    for gpt in model.gpts:
         gpt.set_input_tensor(None)  # a chunk keeps its last input until the next one
     gc.collect()
     held = live.live
     live.reset_peak()
-    runner.run(plan)
-    return held, live.peak - held
+    result = run()
+    return result, held, live.peak - held

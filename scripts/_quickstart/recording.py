@@ -1,30 +1,36 @@
-"""Training steps of several packings in turns, as :mod:`_quickstart.record` measures them.
+"""Training steps of several packings in turns, as runs of :mod:`_quickstart.record` tell them.
 
-:func:`make` runs it under torchrun, :meth:`Recording.read` reads what it wrote. Of a step's repeats
-the one that took the middle time counts.
+:func:`make` starts and conducts these runs, :meth:`Recording.read` reads what it wrote. Of a step's
+repeats the one that took the middle time counts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
+from queue import Queue
+from typing import Any, TextIO, TypeAlias
 
 import numpy as np
-from rich import progress
 from rich.console import Console
 
-from megatron_wlb.cost.schedule.graph import Floats, Graph, Sends, graph_of
+from megatron_wlb.cost.schedule.graph import Floats, Graph, graph_of
 from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import Slice, Unit
-from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.planning.from_config import parallelism
+from megatron_wlb.planning.packing.settings import SHAPED
 from megatron_wlb.reading import (
     MAX_RECORD_BYTES,
     listed,
@@ -38,42 +44,38 @@ from megatron_wlb.simulator.engine import Interval, Timeline
 
 SMALL_MODEL = ("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2")
 """What a CPU trains in seconds a step."""
-PROGRESS = "round "
-"""What each line of progress on stdout starts with; a number, ``/`` and the total follow."""
-CALIBRATION_SHARE = 3
-"""One in so many rounds, from the first on, is calibrated with."""
+LAUNCHED = (
+    *("--max-position-embeddings", "1000000", "--micro-batch-size", "1", "--lr", "1e-3"),
+    *("--position-embedding-type", "rope", "--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--lr-decay-style", "constant", "--adam-beta2", "0.95", "--eval-iters", "0"),
+    *("--eval-interval", "1000000", "--log-interval", "1"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),  # and one that ends documents
+    *("--wlb-device", "cpu", "--distributed-backend", "gloo", "--transformer-impl", "local"),
+    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
+    *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+)
+"""What Megatron-LM asks for besides, to train bytes on CPUs."""
+SAYS = "quickstart> "
+"""What each line starts with that a run tells; JSON follows."""
+WARM_UP = -1
+"""The repeat before the first, in which caches and pools fill: not recorded."""
 
 
-def chained(
-    lengths: Sequence[Sequence[int]], prefixes: Sequence[Sequence[int]], chains: Sequence[int]
-) -> tuple[Unit, ...]:
-    """The micro-batches of such segments, whose chains are the slices of one document each.
+Ran: TypeAlias = tuple[int, int, int, int, float]
+"""What ran of a document: its corpus, epoch and number; tokens, and their work in µs."""
 
-    Raises :class:`PlanError` unless the slices of a chain follow one another from a document's
-    first token on, and there are no others.
+
+def chained(lengths: Sequence[Sequence[int]], chains: Sequence[int]) -> tuple[Unit, ...]:
+    """The micro-batches of such segments; the first ones of a chain of several are the slices of
+    one document.
     """
-    counts = [len(lengths), len(prefixes), sum(chains)]
-    if min(chains, default=1) < 1 or len(set(counts)) > 1:
-        raise PlanError(
-            f"there are lengths of {counts[0]} micro-batches, prefixes of {counts[1]}, and chains "
-            f"of {counts[2]}; give as many of each"
-        )
     units: list[Unit] = []
     for number, num in enumerate(chains):
-        at = len(units)
-        length = sum(own[0] if own else 0 for own in lengths[at : at + num])
-        stop = 0
-        for place in range(at, at + num):
-            own, before = lengths[place], prefixes[place]
-            if len(before) != len(own) or any(before[1:]) or (before[0] if own else stop) != stop:
-                raise PlanError(
-                    f"micro-batch {place} has prefixes {list(before)} of {len(own)} segments; give "
-                    f"{stop} to the first of them, as the slices before it have so many tokens, "
-                    "and 0 to the others"
-                )
-            start, stop = stop, stop + (own[0] if own else 0)
-            cut = Slice(number, start, stop, length) if num > 1 else None
-            units.append(Unit(sum(own), cut))
+        own = lengths[len(units) : len(units) + num]
+        ends = [*accumulate((segments[0] if segments else 0 for segments in own), initial=0)]
+        for segments, (start, stop) in zip(own, pairwise(ends), strict=True):
+            cut = Slice(number, start, stop, ends[-1]) if num > 1 else None
+            units.append(Unit(sum(segments), cut))
     return tuple(units)
 
 
@@ -98,7 +100,6 @@ class RecordedStep:
     plan_us: float = 0.0
     """What planning took on rank 0."""
     loss: float = 0.0
-    """0 where bytes were counted: the weights stayed as they were."""
     imbalance: float = 1.0
     delay_steps: float = 0.0
     activation_bytes: list[int] | None = None
@@ -110,8 +111,7 @@ class RecordedStep:
     :attr:`megatron_wlb.plan.MicroBatchPlan.prefixes`; empty for Megatron's schedule."""
     chains: list[list[int]] = field(default_factory=list)
     """``[dp_size][chains]``, as in :attr:`megatron_wlb.plan.StepPlan.chains`."""
-    more_us: float = 0.0
-    """What micro-batches beyond N are predicted to take besides their documents."""
+    documents: list[Ran] = field(default_factory=list)
 
     @property
     def step_us(self) -> float:
@@ -125,8 +125,8 @@ class RecordedStep:
 
     @property
     def work_us(self) -> float:
-        """Predicted time of its documents in N micro-batches: how much there was to do."""
-        return sum(map(sum, self.predicted_us)) - self.more_us
+        """Predicted time of its documents, without what micro-batches take besides them."""
+        return sum(us for *_, us in self.documents)
 
     @property
     def schedule(self) -> str:
@@ -149,7 +149,7 @@ class RecordedStep:
         """A rank's micro-batches where documents run in slices; else there are none."""
         if not self.chains:
             return ()
-        return chained(self.lengths[dp_rank], self.prefixes[dp_rank], self.chains[dp_rank])
+        return chained(self.lengths[dp_rank], self.chains[dp_rank])
 
     @property
     def span_us(self) -> float:
@@ -182,8 +182,8 @@ class Recording:
     """In the order in which they ran."""
 
     @classmethod
-    def read(cls, path: Path, fewest_rounds: int = 1) -> Recording:
-        """Raises :class:`ConfigError` for a file that is no recording, or one that is too short."""
+    def read(cls, path: Path) -> Recording:
+        """Raises :class:`ConfigError` for a file that is no recording."""
         try:
             content = parse_mapping(read_text(path, MAX_RECORD_BYTES), is_json=True)
             config = from_flat(typed("config", content.pop("config", None), dict))
@@ -193,15 +193,10 @@ class Recording:
             recording = record("", cls, known | {"config": config, "steps": steps})
         except ConfigError as error:
             raise ConfigError(f"{path} is no recording ({error}); record it again") from None
-        if len(recording.rounds) < fewest_rounds:
-            raise ConfigError(
-                f"{path}: {len(recording.rounds)} rounds are too few; record at least "
-                f"{fewest_rounds}"
-            )
         return recording
 
     @cached_property
-    def _repeats(self) -> list[list[RecordedStep]]:
+    def repeats(self) -> list[list[RecordedStep]]:
         """The timed runs of each step, the fastest first."""
         repeats: dict[tuple[int, str], list[RecordedStep]] = {}
         for step in self.steps:
@@ -212,20 +207,7 @@ class Recording:
     @cached_property
     def timed(self) -> list[RecordedStep]:
         """The one of each step's repeats that took the middle time."""
-        return [own[(len(own) - 1) // 2] for own in self._repeats]
-
-    @property
-    def repeat_error(self) -> float:
-        """Mean of ``|time ÷ middle time - 1|`` over the other repeats: what the machine does to
-        equal steps, and no simulation can foresee. 0 if there are none.
-        """
-        errors = [
-            abs(other.step_us / middle.step_us - 1)
-            for middle, own in zip(self.timed, self._repeats, strict=True)
-            for other in own
-            if other is not middle
-        ]
-        return float(np.mean(errors)) if errors else 0.0
+        return [own[(len(own) - 1) // 2] for own in self.repeats]
 
     @property
     def counted(self) -> list[RecordedStep]:
@@ -237,17 +219,6 @@ class Recording:
         return sorted({step.round for step in self.timed})
 
     @property
-    def calibrating(self) -> list[RecordedStep]:
-        """The first third of the timed steps."""
-        wanted = self.rounds[: len(self.rounds) // CALIBRATION_SHARE]
-        return [step for step in self.timed if step.round in wanted]
-
-    @property
-    def judged(self) -> list[RecordedStep]:
-        wanted = self.rounds[len(self.rounds) // CALIBRATION_SHARE :]
-        return [step for step in self.timed if step.round in wanted]
-
-    @property
     def pp_size(self) -> int:
         return self.config.parallel.pipeline_model_parallel_size
 
@@ -255,26 +226,12 @@ class Recording:
     def dp_size(self) -> int:
         return len(self.steps[0].lengths)
 
-    @property
-    def num_stages(self) -> int:
-        p = parallelism(self.config)
-        return p.pp_size * p.vpp_size
-
-    def graph(
-        self,
-        step: RecordedStep,
-        dp_rank: int,
-        *,
-        pp_size: int | None = None,
-        sends: Sends | None = None,
-    ) -> Graph:
-        """What a replica ran, or would have run on ``pp_size`` ranks or with other ``sends``."""
-        p = parallelism(self.config)
-        pp_size = pp_size or p.pp_size
+    def graph(self, step: RecordedStep, dp_rank: int) -> Graph:
+        """What a replica ran."""
         if step.chains:
-            return slice_graph(pp_size, tuple(step.chains[dp_rank]))
-        group_size = p.group_size if pp_size == p.pp_size else None
-        return graph_of(pp_size, p.vpp_size, len(step.lengths[dp_rank]), group_size, sends)
+            return slice_graph(self.pp_size, tuple(step.chains[dp_rank]))
+        p = parallelism(self.config)
+        return graph_of(p.pp_size, p.vpp_size, len(step.lengths[dp_rank]), p.group_size)
 
     @property
     def cores(self) -> list[int] | None:
@@ -320,65 +277,132 @@ class Recording:
         return Timeline(tuple(rows))
 
 
-@contextlib.contextmanager
-def progress_of(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar of rounds, or a line for each where there is no terminal; takes (done, total)."""
-    if console.is_terminal:
-        rounds = progress.MofNCompleteColumn(), "rounds"
-        times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
-        columns = "{task.description}", progress.BarColumn(), *rounds, *times
-        with progress.Progress(*columns, console=console) as bars:
-            bar = bars.add_task(what, total=None)
-            yield lambda done, total: bars.update(bar, completed=done, total=total)
-        return
-    start_s = time.monotonic()
+class _Run(subprocess.Popen[str]):
+    """A packing's run under torchrun: what it prints goes into the log, what it tells on."""
 
-    def tell(done: int, total: int) -> None:
-        seconds = time.monotonic() - start_s
-        console.print(f"{what}: round {done} of {total} after {seconds:.0f} s", soft_wrap=True)
+    def __init__(
+        self, name: str, command: Sequence[str], log: TextIO, told: Queue[tuple[str, Any]]
+    ) -> None:
+        folders = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+        self.lines: list[str] = []
+        self._to = name, log, told
+        super().__init__(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
+        )  # fmt: skip
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
-    console.print(f"{what}: starting", soft_wrap=True)
-    yield tell
+    def _listen(self) -> None:
+        name, log, told = self._to
+        assert self.stdout is not None
+        for line in self.stdout:
+            if line.startswith(SAYS):
+                told.put((name, json.loads(line.removeprefix(SAYS))))
+            else:
+                log.write(f"{name}: {line}")
+                log.flush()
+                self.lines.append(line.strip())
+        told.put((name, None))
+
+    def answer(self, what: Any) -> None:
+        """Says what comes next."""
+        assert self.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is told
+            self.stdin.write(json.dumps(what) + "\n")
+            self.stdin.flush()
+
+    def end(self) -> None:
+        """Ends it if it has not ended, and the log of it."""
+        self.terminate()
+        self.wait()
+        self._listener.join()
 
 
 def make(
-    what: str, num_processes: int, path: Path, console: Console, arguments: Sequence[str]
+    what: str,
+    num_processes: int,
+    path: Path,
+    console: Console,
+    packings: Sequence[str],
+    flags: Sequence[str],
+    *,
+    rounds: int,
+    repeats: int = 1,
+    shuffled_by: int | None = None,
+    memory_rounds: int = 0,
 ) -> None:
-    """Records a layout under torchrun into ``path``, with a log beside it; ``arguments`` are the
-    recorder's and the trainer's.
+    """Records a layout into ``path``, with a log beside it: a run of the launcher for each packing,
+    all with these ``flags``, one step of each in turns, so that a noisy machine slows all alike.
 
-    Raises :class:`ConfigError` if it fails: names the cause and the log.
+    With ``repeats`` the same plans run several times over: how long a step takes on a noisy machine
+    is known only from repeats that lie far apart. With a seed ``shuffled_by`` they run in another
+    order each time: what is slower for some minutes is then rounds of all kinds. The first round
+    runs once more before, to warm up. ``memory_rounds`` at the end count bytes instead of time.
+
+    Raises :class:`ConfigError` if a run fails: names the cause and the log.
     """
-    folders = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    random = np.random.default_rng(shuffled_by)
+    order = np.arange if shuffled_by is None else random.permutation
+    turns = [(n, repeat) for repeat in range(repeats) for n in order(rounds).tolist()]
+    turns = [(0, WARM_UP), *turns, *((rounds + n, 0) for n in range(memory_rounds))]
     command = [
         *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
-        *("--nproc-per-node", str(num_processes), "-m", "_quickstart.record"),
-        *("--recording", str(path), *arguments),
+        *("--nproc-per-node", str(num_processes), "-m", "megatron_wlb.launch"),
+        *(str(Path(__file__).with_name("record.py")), *LAUNCHED, *flags),
+        *("--wlb-cost", "measured", "--train-iters", str(len(turns))),
     ]
-    log, lines = path.with_suffix(".log"), []
-    with (
-        progress_of(what, console) as tell,
-        log.open("w", encoding="utf-8") as file,
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
-        ) as process,
-    ):
-        assert process.stdout is not None
+    console.print(f"{what}: starting", soft_wrap=True)
+    log, told = path.with_suffix(".log"), Queue[tuple[str, Any]]()
+    steps: list[dict[str, Any]] = []
+    runs: dict[str, _Run] = {}
+
+    def hear(*names: str) -> dict[str, Any]:
+        """What each of these runs tells next: none of the others tells anything meanwhile."""
+        heard: dict[str, Any] = {}
+        while len(heard) < len(names):
+            name, said = told.get()
+            if said is None:
+                raise ConfigError(f"{what} failed: {cause(runs[name].lines)} ({log})")
+            heard[name] = said
+        return heard
+
+    with log.open("w", encoding="utf-8") as file:
         try:
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                lines.append(line.strip())
-                if line.startswith(PROGRESS):
-                    done, total = map(int, line.removeprefix(PROGRESS).split("/"))
-                    tell(done, total)
-        except KeyboardInterrupt:
-            process.terminate()
-            raise
-    if process.returncode:
-        told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        raise ConfigError(f"{what} failed: " + "\n".join(told or lines[-5:]) + f" ({log})")
+            for name in packings:
+                shape = ["--wlb-shape", "on"] if name.endswith(SHAPED) else []
+                own = ["--wlb-packing", name.removesuffix(SHAPED), *shape]
+                runs[name] = _Run(name, [*command, *own], file, told)
+            first, *others = packings
+            hear(*packings)  # All wait, so the first one measures alone.
+            runs[first].answer(None)
+            content = hear(first)[first]
+            for name in others:
+                runs[name].answer(content["cost"])
+            hear(*others)
+            start_s = time.monotonic()
+            for done, (number, repeat) in enumerate(turns, start=1):
+                for turn in range(len(packings)):  # Another packing begins each round.
+                    name = packings[(done + turn) % len(packings)]
+                    runs[name].answer({"round": number, "counts_bytes": number >= rounds})
+                    step = hear(name)[name]
+                    if repeat != WARM_UP:
+                        steps.append(step | {"packing": name, "repeat": repeat})
+                left_s = (time.monotonic() - start_s) / done * (len(turns) - done)
+                left = f"round {done} of {len(turns)}, about {left_s:.0f} s left"
+                console.print(f"{what}: {left}", soft_wrap=True)
+            for run in runs.values():
+                run.answer(None)
+            for run in runs.values():
+                run.wait()
+        finally:
+            for run in runs.values():
+                run.end()
+    write_text(path, json.dumps(content | {"packings": [*packings], "steps": steps}))
+
+
+def cause(lines: Sequence[str]) -> str:
+    """Why a run failed: its errors, or else what it printed last."""
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return "\n".join(told or lines[-5:])

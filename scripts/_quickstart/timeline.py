@@ -7,7 +7,6 @@ communication. Given a :class:`StepTimers` there, they say what ran when, and no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 Interval: TypeAlias = tuple[str, float, float, float]
@@ -37,17 +36,12 @@ class _Timer:
 
 
 class StepTimers:
-    """Records the forward and backward computations of a step, in order.
-
-    ``synchronize`` is called before each reading of the clock: on a GPU it waits for the stream
-    that computes, so for measuring only.
-    """
+    """Records the forward and backward computations of a step, in order."""
 
     waits = False
     """Not for the whole device: then slices cannot be timed."""
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize
+    def __init__(self) -> None:
         self.intervals: list[Interval] = []
         self._timers: dict[str, _Timer] = {}
 
@@ -59,6 +53,4 @@ class StepTimers:
         return taken
 
     def now_us(self) -> tuple[float, float]:
-        if self._synchronize is not None:
-            self._synchronize()
         return time.monotonic() * 1e6, time.thread_time() * 1e6

@@ -20,6 +20,7 @@ def plot_micro_batches(
     work: Mapping[str, Sequence[Sequence[float]]],
     path: plot.Path,
     slices: Mapping[str, Sequence[Sequence[int | None]]] | None = None,
+    note: str = "",
 ) -> None:
     """The predicted work of each micro-batch, per packing (key), step and micro-batch.
 
@@ -27,8 +28,9 @@ def plot_micro_batches(
     step, which the others wait for, stands out. The imbalance degree ``max · N / Σ`` is the mean
     over all steps given, also over those that are not drawn, as a packing would have more than
     ``MAX_BARS``. ``slices`` has for packings the document that each micro-batch runs a slice of:
-    those of one have one colour, the heaviest too. Raises :class:`ConfigError` if a packing has no
-    work.
+    those of one have one colour, the heaviest too. The ``note`` stands below.
+
+    Raises :class:`ConfigError` if a packing has no work.
     """
     if not work:
         raise ConfigError("there are no packings to plot; give the work of at least one")
@@ -66,7 +68,7 @@ def plot_micro_batches(
         axes.grid(axis="y", color=plot.GREY, lw=0.8, zorder=0)
         axes.margins(x=0.01)
     panels[0].set_ylim(0, highest * 1.08)
-    panels[-1].set_xlabel("step, counted from the first one drawn")
+    panels[-1].set_xlabel(f"step, counted from the first one drawn\n{note}".rstrip())
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
     plot.add_legend(
         figure,

@@ -81,13 +81,10 @@ LAYOUTS = {
 
 
 def flags_of(layout: Layout, prefix: str, options: argparse.Namespace) -> list[str]:
-    rounds = 1 + options.rounds * options.repeats + options.memory_rounds  # one to warm up
     return [
         *("--data-path", prefix, "--split", "1", "--seq-length", str(options.seq_length)),
         *("--global-batch-size", str(options.micro_batches), "--seed", str(options.seed)),
-        *("--train-iters", str(rounds), "--wlb-cost", "measured", "--wlb-device", "cpu"),
-        *SMALL_MODEL,
-        *layout.flags,
+        *(*SMALL_MODEL, *layout.flags),
     ]
 
 
@@ -118,10 +115,9 @@ def check(layouts: Sequence[str], prefix: str, options: argparse.Namespace) -> l
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Records what is to be recorded; returns the summary."""
-    if options.rounds < FEWEST_ROUNDS:
-        raise ConfigError(f"--rounds is {options.rounds}; use at least {FEWEST_ROUNDS}")
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats is {options.repeats}; use at least 1")
+    for name, least in (("rounds", FEWEST_ROUNDS), ("repeats", 1), ("memory_rounds", 0)):
+        if (number := getattr(options, name)) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; use at least {least}")
     if options.reuse and options.keep is None:
         raise ConfigError("--reuse needs the folder of the recordings; give --keep FOLDER")
     with folder_of(options) as folder:
@@ -135,17 +131,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             wanted = check(options.layouts, prefix, options)
             for name in wanted:
                 layout = LAYOUTS[name]
-                arguments = [
-                    *("--packings", ",".join(layout.packings(options.packings))),
-                    *("--rounds", str(options.rounds)),
-                    *("--repeats", str(options.repeats), "--shuffle"),
-                    *("--memory-rounds", str(options.memory_rounds)),
-                    *flags_of(layout, prefix, options),
-                ]
-                path = folder / f"{name}.json"
-                make(layout.what, layout.num_processes, path, console, arguments)
+                make(
+                    layout.what,
+                    layout.num_processes,
+                    folder / f"{name}.json",
+                    console,
+                    layout.packings(options.packings),
+                    flags_of(layout, prefix, options),
+                    rounds=options.rounds,
+                    repeats=options.repeats,
+                    shuffled_by=options.seed,
+                    memory_rounds=options.memory_rounds,
+                )
         for name in wanted:
-            recordings[name] = Recording.read(folder / f"{name}.json", FEWEST_ROUNDS)
+            recordings[name] = Recording.read(folder / f"{name}.json")
         return summarize(recordings)
 
 

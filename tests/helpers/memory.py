@@ -108,7 +108,7 @@ def measure_step(
         live.watch(parameters)
         for _ in range(2):  # the first allocates what later ones find
             optimizer.zero_grad()
-            held, activations = step_bytes(live, runner, plan)
+            _, held, activations = step_bytes(live, runner.model, lambda: runner.run(plan))
             live.reset_peak()
             optimizer.step()
             update = live.peak - held

@@ -27,8 +27,11 @@ from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import dataflow
 from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
 
+CALIBRATION_SHARE = 3
+"""One in so many rounds, from the first on, is calibrated with."""
 FEWEST_ROUNDS = 6
 """A recording has at least so many: a third of them is to calibrate with."""
 
@@ -66,10 +69,33 @@ class Calibration:
     fit of single operations, whose errors are relative, takes off their sum."""
 
 
+def divided(recording: Recording) -> tuple[list[RecordedStep], list[RecordedStep]]:
+    """The timed steps to calibrate with, the first third, and those to judge."""
+    last = recording.rounds[len(recording.rounds) // CALIBRATION_SHARE]
+    first = [step for step in recording.timed if step.round < last]
+    return first, [step for step in recording.timed if step.round >= last]
+
+
+def repeat_error(recording: Recording) -> float:
+    """Mean of ``|time ÷ middle time - 1|`` over a step's other repeats: what the machine does to
+    equal steps, and no simulation can foresee. 0 if there are none.
+    """
+    errors = [
+        abs(other.step_us / middle.step_us - 1)
+        for middle, own in zip(recording.timed, recording.repeats, strict=True)
+        for other in own
+        if other is not middle
+    ]
+    return float(np.mean(errors)) if errors else 0.0
+
+
 def calibrate(recording: Recording) -> Calibration:
-    """Raises :class:`ConfigError` for too few micro-batches to fit."""
-    steps = recording.calibrating
-    samples: list[list[StageSample]] = [[] for _ in range(recording.num_stages)]
+    """Raises :class:`ConfigError` for too few rounds, or micro-batches, to fit."""
+    if (num := len(recording.rounds)) < FEWEST_ROUNDS:
+        raise ConfigError(f"{num} rounds are too few; record at least {FEWEST_ROUNDS}")
+    steps, _ = divided(recording)
+    p = parallelism(recording.config)
+    samples: list[list[StageSample]] = [[] for _ in range(p.pp_size * p.vpp_size)]
     between: dict[str, list[float]] = {step.schedule: [] for step in steps}
     waited: dict[str, list[float]] = {step.schedule: [] for step in steps}
     besides: list[float] = []
@@ -187,7 +213,7 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     run = run_of(config, padded, recording.dp_size)
     model, num_micro_batches = run.memory, run.num_micro_batches
     for packing in recording.packings:
-        steps = [step for step in recording.judged if step.packing == packing]
+        steps = [step for step in divided(recording)[1] if step.packing == packing]
         simulated = np.array([simulate(recording, calibration, step) for step in steps])
         measured = np.array([step.step_us for step in steps])
         operations, replays, works_us = [], [], []
@@ -312,13 +338,13 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "vpp": p.vpp_size,
             "cp": p.cp_size,
             "clock": "wall" if recording.cores is None else "cpu, cores shared",
-            "calibration_steps": len(recording.calibrating),
+            "calibration_steps": len(divided(recording)[0]),
             "fit_error": calibration.fit_error,
             "slice_us": float(calibration.slice_us.sum()),
             "besides_us": calibration.besides_us,
             "slowdown": calibration.slowdown,
             "handovers": {name: own._asdict() for name, own in calibration.handovers.items()},
-            "repeat_error": recording.repeat_error,
+            "repeat_error": repeat_error(recording),
             "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],
             "pairs_apart": sum(pair.is_apart for pair in compared),
             "ranking_agrees": not any(pair.is_contradicted for pair in compared),

@@ -13,11 +13,12 @@ from _quickstart.recording import RecordedStep, Recording, chained, core_of
 from _validation import judge as validation
 from _validation.fit import fit_stage
 from _validation.judge import (
-    FEWEST_ROUNDS,
     Row,
     calibrate,
+    divided,
     judge,
     pairs,
+    repeat_error,
     summarize,
 )
 from _validation.sharing import replay_shared
@@ -109,7 +110,7 @@ def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, re
         step = step_of(packing, rounds, lengths, vpp_size, num_cores, 1.0)
         steps.append(dataclasses.replace(step, activation_bytes=used))
     path = write_recording(tmp_path, config, num_cores, ["original", "hold"], steps)
-    return Recording.read(path, FEWEST_ROUNDS)
+    return Recording.read(path)
 
 
 def write_recording(tmp_path, config, num_cores, packings, steps):
@@ -176,7 +177,7 @@ def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
     steps = list(sliced_steps(12, num_cores))
     counted = next(sliced_steps(1, num_cores))
     model = run_of(config, 256, 1).memory
-    units = chained(counted.lengths[0], counted.prefixes[0], counted.chains[0])
+    units = chained(counted.lengths[0], counted.chains[0])
     order = slice_graph(2, tuple(counted.chains[0])).order
     used = [
         round(
@@ -186,7 +187,7 @@ def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
     ]
     counted = dataclasses.replace(counted, round=12, activation_bytes=used)
     path = write_recording(tmp_path, config, num_cores, ["original", "slim"], [*steps, counted])
-    recording = Recording.read(path, FEWEST_ROUNDS)
+    recording = Recording.read(path)
     calibration = calibrate(recording)
     assert calibration.fit_error < 1e-6
     assert calibration.slice_us == pytest.approx(np.array([[700, 840], [900, 1080]]))
@@ -202,7 +203,7 @@ def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
     assert slim.memory_mape == pytest.approx(0.04, abs=1e-3) and original.memory_mape is None
     # The same documents are the same work, whole or in slices of more micro-batches.
     seconds = [
-        sum(s.step_us for s in recording.judged if s.packing == row.packing)
+        sum(s.step_us for s in divided(recording)[1] if s.packing == row.packing)
         for row in (original, slim)
     ]
     works = [row.measured_work_per_s * s for row, s in zip((original, slim), seconds, strict=True)]
@@ -254,8 +255,8 @@ def test_the_middle_of_repeats_counts(tmp_path):
     recording = recording_of(tmp_path, repeats=(1.4, 1.0, 0.7))
     calm = recording_of(tmp_path)
     assert recording.timed == [dataclasses.replace(step, repeat=1) for step in calm.timed]
-    assert 0.3 < recording.repeat_error < 0.35  # a step's rest is the same each time
-    assert calm.repeat_error == 0
+    assert 0.3 < repeat_error(recording) < 0.35  # a step's rest is the same each time
+    assert repeat_error(calm) == 0
     # Of two the faster: what a machine does besides only adds.
     pair = recording_of(tmp_path, repeats=(1.4, 1.0))
     assert pair.timed == recording.timed
@@ -280,8 +281,9 @@ def shorter(fit):
 
 def test_calibration_is_the_first_third(tmp_path):
     recording = recording_of(tmp_path)
-    assert {step.round for step in recording.calibrating} == {0, 1, 2, 3}
-    assert {step.round for step in recording.judged} == set(range(4, 12))
+    first, others = divided(recording)
+    assert {step.round for step in first} == {0, 1, 2, 3}
+    assert {step.round for step in others} == set(range(4, 12))
     assert {step.round for step in recording.counted} == {12}
 
 
@@ -301,4 +303,4 @@ def test_recordings_that_cannot_be_judged_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is no recording"):
         Recording.read(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="5 rounds are too few"):
-        recording_of(tmp_path, rounds=5)
+        calibrate(recording_of(tmp_path, rounds=5))

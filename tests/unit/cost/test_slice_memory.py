@@ -19,7 +19,7 @@ from megatron_wlb.cost.slices import Unit, UnitTable
 
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
 KEYS, GRADIENTS = 2 * 2 * 32, 2 * 4 * 32
-THREE = chained([[300], [200], [100]], [[0], [300], [500]], (3,))
+THREE = chained([[300], [200], [100]], (3,))
 UNCUT = [Unit(unit.num_tokens) for unit in THREE]
 
 
@@ -101,7 +101,7 @@ def by_layers(memory: MemoryModel, kind: str, unit: Unit) -> float:
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
     memory = model(pp_size=pp_size)
-    units = chained([[700], [1], [299], [4000]], [[0], [700], [701], [1000]], (4,))
+    units = chained([[700], [1], [299], [4000]], (4,))
     actions = sliced(1, (4,))[0]
     before = 0.0
     uses = memory.program_bytes(0, actions, UnitTable.of(units))
@@ -165,7 +165,7 @@ def test_slices_need_less_than_their_document_at_once() -> None:
     shape = ModelShape(512, 2048, 8, 8, 2, 64, 512, True, rms_norm=True, linear_bias=False)
     memory = MemoryModel(shape, Execution(Parallelism(pp_size=4)))
     lengths = [[1024]] * 8
-    units = chained(lengths * 4, [[1024 * at] for at in range(8)] * 4, (8,) * 4)
+    units = chained(lengths * 4, (8,) * 4)
     sliced_bytes = peak_bytes_of(memory, 0, sliced(4, (8,) * 4)[0], units)
     whole_bytes = peak_bytes_of(memory, 0, sliced(4, (1,) * 4)[0], [Unit(8192)] * 4)
     assert sliced_bytes < 0.75 * whole_bytes
@@ -173,8 +173,7 @@ def test_slices_need_less_than_their_document_at_once() -> None:
 
 def test_walk_over_a_long_program_is_fast() -> None:
     lengths = [[100 + at] for at in range(64)]
-    prefixes = [[sum(own for (own,) in lengths[:at])] for at in range(64)]
-    units = chained(lengths, prefixes, (64,))
+    units = chained(lengths, (64,))
     order = sliced(4, (64,))
     seconds = []
     for _ in range(3):
@@ -191,11 +190,7 @@ def test_walk_over_a_long_program_is_fast() -> None:
 def test_bytes_of_many_units_are_those_of_each(recompute: Recompute) -> None:
     """To the bit."""
     lengths = [[100 + 7 * at, 20] if at % 5 == 4 else [100 + 7 * at] for at in range(600)]
-    prefixes, before = list[list[int]](), 0
-    for own in lengths:
-        prefixes.append([before, *[0] * (len(own) - 1)])
-        before += own[0]
-    units = [*chained(lengths, prefixes, (600,)), *(Unit(n) for n in range(1, 300))]
+    units = [*chained(lengths, (600,)), *(Unit(n) for n in range(1, 300))]
     memory = model(recompute, pp_size=2)
     for kind, tape in product("FB", (own for rank in memory.tapes for own in rank)):
         every = memory.unit_bytes(tape, kind, UnitTable.of(units))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _quickstart import work
+from _quickstart import report, work
 from _quickstart.recording import RecordedStep, Recording
 from _quickstart.report import draw, headline, summarize, table
 from rich.console import Console
@@ -40,22 +40,26 @@ Intervals = list[list[tuple[str, float, float]]]
 
 
 PLAN_US = 0.5
+Documents = dict[str, tuple[int, float]]
+"""Tokens and µs of work, by a document's letter."""
 
 
 def record(
     packing: str,
     number: int,
     step_us: float,
-    num_tokens: int,
+    documents: Documents,
     loss: float,
     imbalance: float,
     delay_steps: float,
     predicted_us: list[list[float]],
     intervals: Intervals,
 ) -> RecordedStep:
+    num_tokens = sum(tokens for tokens, _ in documents.values())
     return RecordedStep(
-        packing, number, 95.0, 95.0 + step_us - PLAN_US, num_tokens, [[[num_tokens - 20], [20]]],
+        packing, number, 95.0, 95.0 + step_us - PLAN_US, num_tokens, [[[num_tokens - 5], [5]]],
         with_cpu_time(intervals), predicted_us, PLAN_US, loss, imbalance, delay_steps,
+        documents=[(0, 0, ord(name), *own) for name, own in documents.items()],
     )  # fmt: skip
 
 
@@ -67,17 +71,19 @@ def with_cpu_time(intervals: Intervals) -> list[list[tuple[str, float, float, fl
 ORIGINAL = [[10.0, 30.0]]
 HOLD = [[20.0, 22.0]]
 RECORDS = [
-    # Round 0 is skipped: whatever it says counts nowhere.
-    record("original", 0, 9999.0, 777, 99.0, 99.0, 99.0, ORIGINAL, EVEN),
-    record("hold", 0, 1.0, 777, 99.0, 99.0, 99.0, HOLD, UNEVEN),
-    record("original", 1, 40.0, 100, 4.0, 1.5, 0.0, ORIGINAL, UNEVEN),
-    record("hold", 1, 30.0, 120, 3.0, 1.0, 0.0, HOLD, EVEN),
-    record("hold", 2, 20.0, 120, 3.0, 1.2, 1.0, HOLD, EVEN),
-    record("original", 2, 50.0, 200, 3.0, 1.25, 0.0, ORIGINAL, UNEVEN),
-    record("original", 3, 60.0, 50, 2.0, 1.0, 0.0, ORIGINAL, UNEVEN),
-    record("hold", 3, 40.0, 120, 3.0, 1.0, 2.0, HOLD, EVEN),
-    record("hold", 4, 30.0, 120, 2.0, 1.0, 0.5, HOLD, EVEN),
-    record("original", 4, 50.0, 50, 1.0, 1.25, 0.0, ORIGINAL, UNEVEN),
+    # `original` cuts A: so both pieces are less work. E waits in `hold`, which is ahead with F, G.
+    record(
+        "original", 0, 40.0, {"A": (60, 10.0), "B": (40, 30.0)}, 4.0, 1.5, 0.0, ORIGINAL, UNEVEN
+    ),
+    record("hold", 0, 30.0, {"A": (100, 30.0)}, 3.0, 1.0, 0.0, HOLD, EVEN),
+    record("hold", 1, 20.0, {"B": (40, 30.0), "C": (60, 30.0)}, 3.0, 1.2, 1.0, HOLD, EVEN),
+    record(
+        "original", 1, 50.0, {"A": (40, 10.0), "C": (60, 30.0)}, 3.0, 1.25, 0.0, ORIGINAL, UNEVEN
+    ),
+    record("original", 2, 60.0, {"D": (100, 40.0)}, 2.0, 1.0, 0.0, ORIGINAL, UNEVEN),
+    record("hold", 2, 40.0, {"D": (100, 40.0), "F": (20, 20.0)}, 3.0, 1.0, 2.0, HOLD, EVEN),
+    record("hold", 3, 30.0, {"G": (80, 10.0)}, 2.0, 1.0, 0.5, HOLD, EVEN),
+    record("original", 3, 50.0, {"E": (100, 40.0)}, 1.0, 1.25, 0.0, ORIGINAL, UNEVEN),
 ]
 
 
@@ -88,7 +94,7 @@ def read(
     world_size: int,
     packings: Sequence[str] = ("original", "hold"),
 ) -> Recording:
-    """As `record` writes it and `recording` reads it."""
+    """As `make` writes it and `recording` reads it."""
     content = {
         "config": {"pipeline_model_parallel_size": pp_size, "seq_length": 64},
         "vocab_size": 256,
@@ -107,88 +113,74 @@ def recording(tmp_path: Path) -> Recording:
 
 
 def test_figures_are_those_computed_by_hand(recording: Recording) -> None:
-    summary = summarize(recording, skip_rounds=1)
-    assert (summary["rounds"], summary["skipped_rounds"]) == (4, 1)
+    summary = summarize(recording)
+    assert summary["rounds"] == 4
     original, hold = summary["packings"]["original"], summary["packings"]["hold"]
 
-    # 400 tokens in 200 µs; 4 · 40 µs of work in them.
-    assert original["tokens_per_s"] == pytest.approx(400 / 200e-6)
-    assert original["work_per_s"] == pytest.approx(160 / 200)
+    # A to D: 300 tokens, 120 µs of work, in 150 µs.
+    assert original["tokens_per_s"] == pytest.approx(300 / 150e-6)
+    assert original["work_per_s"] == pytest.approx(120 / 150)
     assert original["bubble_share"] == pytest.approx(1 - 30 / 50)
-    assert original["step_time_s"] == pytest.approx({"min": 4e-5, "median": 5e-5, "max": 6e-5})
+    assert original["step_time_s"] == pytest.approx(
+        {"min": 4e-5, "mean": 5e-5, "median": 5e-5, "max": 6e-5}
+    )
     assert original["imbalance"] == pytest.approx(1.25)
     assert original["delay_steps"] == 0
-    # By tokens: not the mean of 4, 3, 2 and 1.
-    assert original["loss"] == pytest.approx((400 + 600 + 100 + 50) / 400)
+    assert original["loss"] == pytest.approx((4 + 3 + 2 + 1) / 4)
     assert original["final_loss"] == 1
     assert original["tokens"] == 400
 
-    assert hold["tokens_per_s"] == pytest.approx(480 / 120e-6)
-    assert hold["work_per_s"] == pytest.approx(168 / 120)
+    # D has two thirds of the third step's work, and so of its time.
+    assert hold["tokens_per_s"] == pytest.approx(300 / (50e-6 + 40e-6 * 2 / 3))
+    assert hold["work_per_s"] == pytest.approx(130 / (50 + 40 * 2 / 3))
     assert hold["bubble_share"] == pytest.approx(1 - 28 / 42)
-    assert hold["step_time_s"] == pytest.approx({"min": 2e-5, "median": 3e-5, "max": 4e-5})
-    assert hold["imbalance"] == pytest.approx(1.05)
-    assert hold["delay_steps"] == pytest.approx(3.5 / 4)
-    assert hold["loss"] == pytest.approx(2.75)
+    assert hold["delay_steps"] == pytest.approx((0 + 100 + 240 + 40) / 400)
+    # By tokens: not the mean of 3, 3, 3 and 2.
+    assert hold["loss"] == pytest.approx((300 + 300 + 360 + 160) / 400)
+    assert hold["step_tokens"] == {"min": 80, "mean": 100, "median": 100, "max": 120}
 
 
-def test_speedup_compares_totals_and_shows_the_spread(recording: Recording) -> None:
-    speed = summarize(recording, skip_rounds=1)["speedup_over_original"]
-    assert speed["original"]["tokens"] == speed["original"]["work"] == 1
-    assert speed["original"]["work_spread"] == {"min": 1, "max": 1, "blocks": 4}
-    assert speed["hold"]["tokens"] == pytest.approx(2)
-    assert speed["hold"]["work"] == pytest.approx(1.4 / 0.8)
-    # Four blocks of one round: 42/30, 42/20, 42/40 and 42/30 over 40/40, 40/50, 40/60 and 40/50.
-    assert speed["hold"]["work_spread"] == pytest.approx({"min": 1.4, "max": 2.625, "blocks": 4})
+def test_speedup_is_of_the_same_documents(recording: Recording) -> None:
+    summary = summarize(recording)
+    assert summary["documents"] == {
+        "same": 4,
+        "tokens": 300,
+        "cut_by_original": 1,
+    }
+    original, hold = summary["speedup_over_original"].values()
+    assert original["tokens"] == original["work"] == original["work_a_token"] == 1
+    assert original["work_spread"] == {"min": 1, "max": 1, "blocks": 4}
+    assert hold["tokens"] == pytest.approx(150 / (50 + 40 * 2 / 3))
+    assert hold["work_a_token"] == pytest.approx(130 / 120)
+    assert hold["work"] == pytest.approx(hold["tokens"] * hold["work_a_token"])
+    # Of each round, over all its documents: 30/30, 60/20, 60/40 and 10/30 over 4/4, 4/5, 4/6, 4/5.
+    assert hold["work_spread"] == pytest.approx({"min": 1 / 2.4, "max": 3.75, "blocks": 4})
 
 
-def test_replay_puts_the_measured_times_through_four_stages(recording: Recording) -> None:
-    replayed = summarize(recording, skip_rounds=1)["replay"]
-    assert replayed["pp"] == 4
-    assert "replayed, not measured" in replayed["note"]
-    # 24 where 25 were measured, and 21 where 21 were.
-    assert replayed["error_against_measured_step"] == pytest.approx((1 / 25 + 0) / 2)
-    # Each time halved, in four stages: 23 and 17.5.
-    assert replayed["bubble_share"] == pytest.approx(
-        {"original": 1 - 30 / (4 * 23), "hold": 1 - 28 / (4 * 17.5)}
-    )
-    assert replayed["work_speedup_over_original"] == pytest.approx(
-        {"original": 1.0, "hold": (42 / 17.5) / (40 / 23)}
-    )
+def test_packings_without_a_document_in_common_are_refused(tmp_path: Path) -> None:
+    apart = [
+        dataclasses.replace(step, documents=[(0, 0, number, 1, 1.0)])
+        for number, step in enumerate(RECORDS)
+    ]
+    with pytest.raises(ConfigError, match="no document was trained by all packings"):
+        summarize(read(tmp_path, apart, 2, 2))
 
 
 def test_prediction_error_takes_the_speed_of_the_machine_out(recording: Recording) -> None:
     # Measured 8 and 22 where 10 and 30 were predicted: 3/4 of it is 7.5 and 22.5. And 14 and 14
     # where 2/3 of 20 and 22 were.
     errors = [0.5 / 8, 0.5 / 22, 1 - 40 / 3 / 14, 44 / 3 / 14 - 1]
-    summary = summarize(recording, skip_rounds=1)
+    summary = summarize(recording)
     assert summary["micro_batch_prediction_error"] == pytest.approx(sum(errors) / 4)
 
 
 def test_a_slower_hold_is_shown_as_slower(tmp_path: Path) -> None:
     """The report does not flatter: the same steps under the other names."""
-    swapped = [
-        dataclasses.replace(r, packing="hold" if r.packing == "original" else "original")
-        for r in RECORDS
-    ]
-    summary = summarize(read(tmp_path, swapped, 2, 2), skip_rounds=1)
-    assert summary["speedup_over_original"]["hold"]["work"] == pytest.approx(0.8 / 1.4)
-    assert summary["speedup_over_original"]["hold"]["tokens"] == pytest.approx(0.5)
-    bubbles = {name: f["bubble_share"] for name, f in summary["packings"].items()}
-    assert bubbles["hold"] > bubbles["original"]
-    assert summary["replay"]["work_speedup_over_original"]["hold"] < 1
-
-
-def test_skipped_rounds_change_the_figures(recording: Recording) -> None:
-    counted = summarize(recording, skip_rounds=0)["packings"]["original"]
-    assert counted["tokens"] == 400 + 777
-    assert counted["step_time_s"]["max"] == pytest.approx(9999e-6)
-
-
-@pytest.mark.parametrize("skip_rounds", [2, 5])
-def test_too_few_rounds_are_refused(recording: Recording, skip_rounds: int) -> None:
-    with pytest.raises(ConfigError, match=f"at least {skip_rounds + 4}"):
-        summarize(recording, skip_rounds)
+    names = {"original": "hold", "hold": "original"}
+    swapped = [dataclasses.replace(step, packing=names[step.packing]) for step in RECORDS]
+    speed = summarize(read(tmp_path, swapped, 2, 2))["speedup_over_original"]["hold"]
+    assert speed["tokens"] == pytest.approx((50 + 40 * 2 / 3) / 150)
+    assert speed["work_a_token"] == pytest.approx(120 / 130)
 
 
 def test_processes_are_taken_by_pipeline_stage_then_replica(tmp_path: Path) -> None:
@@ -202,7 +194,7 @@ def test_processes_are_taken_by_pipeline_stage_then_replica(tmp_path: Path) -> N
     steps = [
         RecordedStep(
             packing, number, 0.0, 23.0, 30, [[[10]], [[20]]], with_cpu_time(intervals),
-            [[8.0], [22.0]],
+            [[8.0], [22.0]], documents=[(0, 0, number, 30, 30.0)],
         )
         for number in range(4)
         for packing in ("original", "hold")
@@ -214,63 +206,43 @@ def test_processes_are_taken_by_pipeline_stage_then_replica(tmp_path: Path) -> N
     assert timeline.busy_us == (5.0, 9.0, 3.0, 13.0)
     # A replica that waits for the other one is a bubble too.
     assert timeline.bubble_share == pytest.approx(1 - 30 / (4 * 22))
-    summary = summarize(recording, skip_rounds=0)
+    summary = summarize(recording)
     assert summary["packings"]["hold"]["bubble_share"] == pytest.approx(1 - 30 / (4 * 22))
     assert summary["micro_batch_prediction_error"] == 0
-    # Each replica alone takes 8 and 22: its own pipeline has no gap.
-    assert summary["replay"]["error_against_measured_step"] == 0
-
-
-def test_data_parallel_layout_has_no_replay(tmp_path: Path) -> None:
-    intervals: Intervals = [
-        [("F", 100.0, 103.0), ("B", 103.0, 108.0)],
-        [("F", 100.0, 101.0), ("B", 101.0, 103.0)],
-    ]
-    records = [
-        RecordedStep(
-            name, number, 95.0, 115.0, 30, [[[20]], [[10]]], with_cpu_time(intervals),
-            [[9.0], [3.0]],
-        )
-        for number in range(4)
-        for name in ("original", "hold")
-    ]  # fmt: skip
-    summary = summarize(read(tmp_path, records, 1, 2), skip_rounds=0)
-    assert "replay" not in summary
-    assert summary["packings"]["hold"]["bubble_share"] == pytest.approx(1 - 11 / 16)
 
 
 def test_a_recording_without_an_operation_is_an_error(recording: Recording) -> None:
     """Never silently another figure."""
-    step = recording.steps[4]
-    step.intervals[1].pop()
+    recording.steps[4].intervals[1].pop()
     with pytest.raises(ValueError, match="zip"):
-        summarize(recording, skip_rounds=1)
+        summarize(recording)
 
 
-def test_table_shows_the_figures(recording: Recording) -> None:
+def test_table_shows_speed_first_and_what_it_is_made_of(recording: Recording) -> None:
+    shown = table("pp2", summarize(recording))
+    column = list(shown.columns[0].cells)
+    assert column[0].startswith("work a second") and column[2].startswith("  = tokens a second")
+    assert column[3].startswith("  × work a token") and column[5].startswith("idle time")
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(table("pp2", summarize(recording, skip_rounds=1)))
-    for shown in ("2.000×", "1.750×", "1.40 … 2.62", "40.0%", "33.3%", "0.88", "replayed at PP=4"):
-        assert shown in captured.get()
+        console.print(shown)
+    for figure in ("2.120×", "1.957×", "1.083×", "40.0%", "33.3%", "0.80 … 1.20"):
+        assert figure in captured.get()
 
 
-def test_headline_leads_with_speed_and_idle_time(recording: Recording) -> None:
-    assert headline(summarize(recording, skip_rounds=1)).splitlines() == [
-        "hold: does 1.75× the work of original in a second (1.40 … 2.62 in 4 parts of 4 rounds); "
-        "processes wait 33.3% of the time",
+def test_headline_says_why_work_grows_more_than_tokens(recording: Recording) -> None:
+    assert headline(summarize(recording)).splitlines() == [
+        "hold: does 2.12× the work of original in a second (0.42 … 3.75 in 4 parts of 4 rounds), "
+        "which is 1.96× the tokens; processes wait 33.3% of the time",
         "original: processes wait 40.0% of the time",
+        "Compared are the same 4 documents of 300 tokens. original cuts 1 of them at the ends of "
+        "windows. The pieces do not see each other: whole, all are 1.08× the work. So work a "
+        "second grows by that more than tokens a second.",
     ]
 
 
-def test_table_has_speed_and_idle_time_first(recording: Recording) -> None:
-    column = list(table("pp2", summarize(recording, skip_rounds=1)).columns[0].cells)
-    assert column[0].startswith("work a second") and column[3].startswith("idle time")
-
-
-@pytest.mark.parametrize(("pp_size", "row"), [(2, "pipeline rank"), (1, "rank")])
-def test_picture_is_of_steps_of_like_work_and_names_its_rows(
-    pp_size: int, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_picture_says_which_documents_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Any] = {}
 
@@ -278,78 +250,41 @@ def test_picture_is_of_steps_of_like_work_and_names_its_rows(
         drawn.update(options, timelines=timelines, title=title)
 
     monkeypatch.setattr(plot, "plot_timelines", keep)
-    monkeypatch.setattr(work, "plot_micro_batches", lambda *_: None)
-    intervals: Intervals = [[("F", 0.0, 2.0), ("B", 9.0, 12.0)], [("F", 2.0, 5.0), ("B", 5.0, 9.0)]]
-    steps = [
-        RecordedStep(
-            # Tokens are of no matter: the third one's are those of the others.
-            name, number, 0.0, 20.0, 30 + 60 * (number < 2), [[[30]], [[30]]][:num],
-            with_cpu_time([[(kind, a, b + number) for kind, a, b in p] for p in intervals]),
-            [[work]] * num,
-        )
-        for num in [3 - pp_size]
-        for name, works in (("original", (8.0, 30.0, 60.0)), ("hold", (31.0, 1.0, 70.0)))
-        for number, work in enumerate(works)
-    ]  # fmt: skip
-    draw(read(tmp_path, steps, pp_size, world_size=2), 0, tmp_path, "layout")
-    assert drawn["row"] == row and drawn["measured"]
-    assert "layout" in drawn["title"] and "nearest to the mean in work" in drawn["title"]
-    assert {name: t.step_us for name, t in drawn["timelines"].items()} == {
-        "original, 0.9 × the mean work": 13.0,
-        "hold, 0.9 × the mean work": 12.0,
-    }
-
-
-CHAINS = (2, 1)
-SLICE_TIMES = np.array([[[2.0, 3.0, 4.0], [1.0, 2.0, 3.0]], [[5.0, 4.0, 6.0], [3.0, 4.0, 5.0]]])
-
-
-@pytest.fixture
-def with_slices(tmp_path: Path) -> Recording:
-    """Rounds of a step of `original` and one of slices, as a pipeline without gaps runs it."""
-    graph = slice_graph(2, CHAINS)
-    ran = timeline(graph, graph.replay(SLICE_TIMES, np.zeros(3)))
-    intervals = [[(i.action.kind, i.start_us, i.stop_us) for i in rank] for rank in ran.intervals]
-    sliced = record("slim", 0, 60.0, 100, 2.0, 1.1, 0.0, [[10.0, 12.0, 8.0]], intervals)
-    changes = {
-        "lengths": [[[40], [20, 5], [30, 5]]],
-        "prefixes": [[[0], [40, 0], [0, 0]]],
-        "chains": [[*CHAINS]],
-        "more_us": 3.0,
-    }
-    steps = [
-        step
-        for number in range(4)
-        for step in (
-            dataclasses.replace(RECORDS[2], round=number),
-            dataclasses.replace(sliced, round=number, **changes),
-        )
+    monkeypatch.setattr(work, "plot_micro_batches", lambda *given: drawn.update(note=given[3]))
+    monkeypatch.setattr(report, "DRAWN", 2)
+    recording = read(tmp_path, RECORDS, 2, 2)
+    draw(recording, tmp_path, "pp2")
+    assert drawn["row"] == "pipeline rank" and drawn["of"] == "2 steps" and drawn["measured"]
+    assert drawn["title"] == "2 steps of each packing in a row, pp2: 3 documents are in all"
+    original, hold = drawn["timelines"].values()
+    assert list(drawn["timelines"]) == [
+        "original (for these 9e-05 s, 1.00× the work)",
+        "hold (for these 5e-05 s, 1.12× the work)",
     ]
-    return read(tmp_path, steps, 2, 2, packings=("original", "slim"))
-
-
-def test_slices_are_replayed_in_their_own_order(with_slices: Recording) -> None:
-    summary = summarize(with_slices, skip_rounds=0)
-    # 30 µs were predicted, of which 3 are for more micro-batches than N: they are no work.
-    assert summary["packings"]["slim"]["work_per_s"] == pytest.approx(27 / 60)
-    assert summary["speedup_over_original"]["slim"]["work"] == pytest.approx(27 / 60)
-    replayed = summary["replay"]
-    assert replayed["error_against_measured_step"] == pytest.approx(1 / 25 / 2)
-    longer_us = float(slice_graph(4, CHAINS).step_us(SLICE_TIMES.repeat(2, 1) / 2, np.zeros(3)))
-    assert replayed["bubble_share"]["slim"] == pytest.approx(1 - 42 / (4 * longer_us))
-    assert replayed["work_speedup_over_original"]["slim"] == pytest.approx(
-        27 / longer_us / (40 / 23)
-    )
+    # The second step begins when the first has ended, after 39.5 and 29.5 µs, whenever it ran.
+    assert original.step_us == 39.5 + 25 and hold.step_us == 29.5 + 21
+    assert [i.start_us for i in hold.intervals[0]][3:5] == [22.0, 29.5 + 5]
+    assert "hold 0.80 to 1.20" in drawn["note"] and "original 1.00 to 1.00" in drawn["note"]
 
 
 def test_pictures_know_which_slices_are_of_one_document(
-    with_slices: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As a pipeline without gaps runs a step of slices."""
+    graph, chains = slice_graph(2, (2, 1)), [[2, 1]]
+    times = np.array([[[2.0, 3.0, 4.0], [1.0, 2.0, 3.0]], [[5.0, 4.0, 6.0], [3.0, 4.0, 5.0]]])
+    ran = timeline(graph, graph.replay(times, np.zeros(3)))
+    intervals = [[(i.action.kind, i.start_us, i.stop_us) for i in rank] for rank in ran.intervals]
+    sliced = dataclasses.replace(
+        record("slim", 0, 60.0, {"A": (100, 27.0)}, 2.0, 1.1, 0.0, [[10.0, 12.0, 8.0]], intervals),
+        lengths=[[[40], [20, 5], [30, 5]]], prefixes=[[[0], [40, 0], [0, 0]]], chains=chains,
+    )  # fmt: skip
+    steps = [dataclasses.replace(RECORDS[0], documents=sliced.documents), sliced]
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(work, "plot_micro_batches", lambda *given: drawn.update(bars=given[2]))
     monkeypatch.setattr(plot, "plot_timelines", lambda lines, *_, **__: drawn.update(lines=lines))
-    draw(with_slices, 0, tmp_path, "pp2")
-    assert drawn["bars"] == {"slim": [[0, 0, None]] * 4}
+    draw(read(tmp_path, steps, 2, 2, packings=("original", "slim")), tmp_path, "pp2")
+    assert drawn["bars"] == {"slim": [[0, 0, None]]}
     original, slim = drawn["lines"].values()
     assert not any(i.slice for rank in original.intervals for i in rank)
     for rank in slim.intervals:
