@@ -6,9 +6,9 @@
 #   > torchrun --nproc-per-node 8 -m megatron_wlb.launch …
 #
 # torch, TransformerEngine and flash-attn are those of the base image, built for each other; the build
-# ends with an error where TransformerEngine is missing. --build-arg BASE=… takes another month's image;
-# Megatron-LM's own tests of core_v0.19.0 run on 26.06 (its docker/.ngc_version.dev).
-ARG BASE=nvcr.io/nvidia/pytorch:26.10-py3
+# ends with an error where TransformerEngine is missing. Megatron-LM's own tests of core_v0.19.0 run on
+# this image (its docker/.ngc_version.dev); --build-arg BASE=… takes another month's.
+ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
 # hadolint ignore=DL3006
 FROM ${BASE}
 

@@ -6,7 +6,6 @@ Whatever starts threads must stay out of it: a forked process has none of them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
