@@ -38,7 +38,7 @@ class Turns:
     def __init__(self) -> None:
         self.said: dict[str, Any] = {}
         """What is told next."""
-        self.cost: Cost | None = None
+        self.cost: Cost
         self.plans: list[tuple[StepPlan, float]] = []
         """And the µs that each took."""
         self.timers = StepTimers()
@@ -90,7 +90,7 @@ class Turns:
         data, config.timers = RerunDataIterator(iter([plan])), self.timers
         used: list[int] = []
         if told["counts_bytes"]:
-            schedule = partial(_counted, schedule, used, model)
+            schedule = partial(_counted, schedule, used)
         gc.collect()  # Not in the midst of a step.
         torch.distributed.barrier()
         self.timers.take()
@@ -102,7 +102,6 @@ class Turns:
             *of_all_ranks((done[0].get("lm loss"), self.timers.take(), used)), strict=True
         )
         rows, cost = plan.micro_batches, self.cost
-        assert cost is not None
         self.said = {
             "round": told["round"],
             "plan_us": plan_us,
@@ -129,13 +128,14 @@ class Turns:
         return done
 
 
-def _counted(schedule: Any, used: list[int], model: Any, **options: Any) -> Any:
+def _counted(schedule: Any, used: list[int], **options: Any) -> Any:
     """Runs forward and backward, and notes the most bytes that they add."""
     gc.unfreeze()
+    model = chunks.of_chunks(options["model"])
     with LiveBytes() as live:
         # What exists already, or operations that return it would count it as new.
         live.watch(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
-        reports, _, added = step_bytes(live, chunks.of_chunks(model), partial(schedule, **options))
+        reports, _, added = step_bytes(live, model, partial(schedule, **options))
     used.append(added)
     return reports
 

@@ -403,6 +403,6 @@ def make(
 
 
 def cause(lines: Sequence[str]) -> str:
-    """Why a run failed: its errors, or else what it printed last."""
+    """Why a run failed: its errors, or where a traceback ends, or what it printed last."""
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return "\n".join(told or lines[-5:])
+    return "\n".join(told or [x for x in lines if x.startswith("[rank")][-1:] or lines[-5:])

@@ -36,6 +36,7 @@ def test_recording_that_fails_names_each_error_or_the_last_lines() -> None:
     assert cause(["a", "error: unknown flag --ward", "b", "error: unknown --mirco"]) == (
         "unknown flag --ward\nunknown --mirco"
     )
+    assert cause(["[rank0]: File x", "[rank0]: KeyError: y", "b"]) == "[rank0]: KeyError: y"
     assert cause(["a", "b", "c", "d", "e", "f"]) == "b\nc\nd\ne\nf"
 
 
