@@ -281,10 +281,10 @@ def counted_while_measuring(config: Any) -> float:
     from megatron_wlb.runtime.measuring.measure import run_passes
 
     runner = build_runner(config, WORKLOAD)
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    tracker = moe_utils.get_moe_metrics_tracker().metrics
     tracker.clear()
     assert min(run_passes(runner.model, [5, 11], WORKLOAD.vocab_size)) > 0
-    logged = sum(float(one["values"].abs().sum()) for one in tracker.values())
+    logged = sum(float(one.values.abs().sum()) for one in tracker.values())
     tracker.clear()
     routers = [moe.router for moe in experts_of(runner)]
     assert routers

@@ -212,10 +212,10 @@ def logged(num_micro_batches: float) -> dict[str, list[float]]:
     """The auxiliary losses of a step, as Megatron's log has them, and none for the next one."""
     from megatron.core.transformer.moe import moe_utils
 
-    moe_utils.reduce_aux_losses_tracker_across_ranks()
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-    logged = {n: (one["values"] / num_micro_batches).tolist() for n, one in tracker.items()}
-    tracker.clear()
+    tracker = moe_utils.get_moe_metrics_tracker()
+    tracker._sync_metrics([*tracker.metrics])
+    logged = {n: (one.values / num_micro_batches).tolist() for n, one in tracker.metrics.items()}
+    tracker.metrics.clear()  # its own method keeps groups of processes that are gone
     return logged
 
 

@@ -34,6 +34,8 @@ class Trainer:
     Any plan will do that fits the layout.
     """
 
+    scheduler: OptimizerParamScheduler
+
     def __init__(self, config: Config, device: str, corpora: Corpora | None = None) -> None:
         """Builds the model; ``corpora`` are those of the settings where none are given."""
         targets.check(allow_untested=config.wlb.wlb_allow_untested_megatron)
@@ -46,12 +48,12 @@ class Trainer:
 
     @cached_property
     def optimizer(self) -> Any:
-        """Megatron's, made when it is first asked for: measurements need none."""
-        return build_optimizer(self.config, self.model)
-
-    @cached_property
-    def scheduler(self) -> OptimizerParamScheduler:
-        return build_scheduler(self.config, self.optimizer)
+        """Megatron's, made when it is first asked for: measurements need none. Its schedule comes
+        with it, which also says how fast the first step learns, and what decays.
+        """
+        optimizer = build_optimizer(self.config, self.model)
+        self.scheduler = build_scheduler(self.config, optimizer)
+        return optimizer
 
     @cached_property
     def cost(self) -> Cost:
