@@ -20,7 +20,6 @@ FLAGS: Flags = BOTH | {
     "train_iters": 8,
     "wlb_packing": "hold",
     "wlb_look_ahead": 1,
-    "iterations_to_skip": [1],
     "eval_interval": 4,
     "eval_iters": 1,
     "save": "checkpoints",
@@ -28,7 +27,9 @@ FLAGS: Flags = BOTH | {
     "save_interval": 3,
     "wlb_metrics": "metrics",
 }
-FORMATS: dict[str, Flags] = {"torch_dist": DP2 | {"bf16": True}, "torch": {}}
+FORMATS: dict[str, Flags] = {
+    "torch_dist": DP2 | {"bf16": True}, "torch": {"iterations_to_skip": [1]},
+}  # fmt: skip
 
 
 def audited(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> tuple[int, Any]:
@@ -61,14 +62,18 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def assert_each_token_once(
-    folder: Path, resumed: int, corpus: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    resumed: int,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_skipped: int = 0,
 ) -> None:
     code, report = audited(capsys, folder / "checkpoints", "--replay")
     assert code == 0, report
     assert (report["lost"]["number"], report["twice"]["number"]) == (0, 0)
     assert (report["steps"], report["restarts"], report["proven_until"]) == (8, 1, 8)
     assert report["rolled_back"] >= 4 - resumed
-    assert (report["skipped"], report["replayed"]) == (1, 8)
+    assert (report["skipped"], report["replayed"]) == (num_skipped, 8)
     last = {m["iteration"]: m for m in read_metrics(folder / "metrics")}
     assert report["tokens"] >= sum(step["tokens"] for step in last.values())  # one is skipped
     assert report["waiting"] >= last[8]["waiting_documents"]
@@ -85,7 +90,7 @@ def test_killed_run_of_the_other_format_trains_each_token_once(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resumed = killed_and_finished(tmp_path, corpus, "torch")
-    assert_each_token_once(tmp_path, resumed, corpus, capsys)
+    assert_each_token_once(tmp_path, resumed, corpus, capsys, num_skipped=1)
 
 
 def test_audit_tells_what_it_found_in_a_few_lines(
@@ -111,7 +116,7 @@ def double_step(lines: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "said"),
     [
-        (remove_document, "lost", "of the stream (counted from 0)"),
+        (remove_document, "lost", "document "),
         (double_step, "twice", ": ran in step 3, ran in step 3"),
     ],
     ids=["document", "step"],
