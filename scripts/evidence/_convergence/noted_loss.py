@@ -21,7 +21,7 @@ NOTES = "CONVERGENCE_NOTES"
 
 def loss(log_probs: torch.Tensor, targets: TargetTokens) -> torch.Tensor:
     if not log_probs.requires_grad:
-        numbers, own = targets.samples.unique(return_inverse=True)
+        numbers, own = torch.unique(targets.samples, return_inverse=True)
         sums = torch.zeros(len(numbers), dtype=torch.float64).index_add_(
             0, own, -log_probs.double()
         )
