@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention import errors_over_bf16, in_slices, ranks_in_turn
+from helpers.pretrain import FUSED, UNFUSED
 from test_gpu_smoke import train
 
 from megatron_wlb.errors import CompatibilityError
@@ -240,12 +241,9 @@ def test_transformer_engine_layers_train_as_local_ones(tmp_path: Path) -> None:
 
     (tmp_path / "texts.txt").write_text("a few words, over and over. " * 4000)
     build_corpus([tmp_path / "texts.txt"], tmp_path / "texts")
-    flags = ["--wlb-device", "cuda", "--bf16", "--transformer-impl"]
-    runs = []
-    for impl in ("local", "transformer_engine"):
-        # Weights of its own each: parameters have other names.
-        (tmp_path / impl).mkdir()
-        runs.append(train(tmp_path / impl, tmp_path / "texts", "run", *flags, impl))
-    local, engine = runs
+    local, engine = (
+        train(tmp_path, tmp_path / "texts", name, layers, "--bf16")
+        for name, layers in (("local", UNFUSED), ("engine", FUSED))
+    )
     assert engine[0] == pytest.approx(local[0], rel=0.05)
     assert engine[-1] < engine[0] - 0.3

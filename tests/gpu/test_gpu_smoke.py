@@ -75,8 +75,10 @@ def test_gpu_run_resumes_where_it_was_saved(tmp_path: Path, corpus: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["--bf16", ""])
-def test_gpu_step_is_queued_up_without_waiting(tmp_path: Path, corpus: Path, dtype: str) -> None:
-    """An operation for which the host waits is an error from the third step on."""
+def test_gpu_passes_are_queued_up_without_waiting(tmp_path: Path, corpus: Path, dtype: str) -> None:
+    """An operation for which the host waits is an error from the third step on; Megatron's update
+    waits, for the gradients' norm.
+    """
     flags = f"{MODEL} --wlb-device cuda --wlb-packing hold --data-path {corpus} {dtype}".split()
     torchrun(tmp_path, [__file__, "without_waiting", *flags])
 
@@ -107,8 +109,9 @@ def without_waiting() -> None:
         assert plan is not None
         # States are made and kernels are chosen in the first two.
         torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")
-        loss, *_ = trainer.step(plan)
+        loss = trainer.gradients(plan)
         torch.cuda.set_sync_debug_mode("default")
+        trainer.update()
         assert loss.mean > 0
     distributed.shutdown()
 
