@@ -35,7 +35,6 @@ SERVED = """
 MEGATRONS_OWN = """
 --batch-invariant-backend --batch-invariant-mode --create-all-gather-group
 --data-parallel-random-init --disable-gloo-process-groups --distribute-saved-activations
---disable-async-tensor-model-parallel-allreduce --no-async-tensor-model-parallel-allreduce
 --distrib-optim-fully-reshardable-mem-efficient --distributed-timeout-minutes
 --distributed-timeout-seconds-after-init --dump-param-to-param-group-map --disable-manual-gc-eval
 --no-manual-gc-eval --exit-signal-handler-for-dataloader --high-priority-stream-groups
