@@ -24,7 +24,7 @@ from megatron_wlb.settings.config import Config, flag_of, from_flat, groups_of_s
 
 @cache
 def megatron_flags() -> frozenset[str]:
-    """Every flag of Megatron-LM's ``pretrain_gpt.py``, of 0.18 to 0.20, for better errors."""
+    """Every flag of Megatron-LM's ``pretrain_gpt.py``, of 0.18 to 0.20."""
     text = resources.files("megatron_wlb.settings").joinpath("megatron_flags.txt")
     return frozenset(text.read_text().split())
 

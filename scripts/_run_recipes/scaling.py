@@ -31,15 +31,14 @@ ROUTING, PACKAGE = "routing", "needs a package"
 LEFT_OUT = {
     DATA: """data-path train-data-path valid-data-path test-data-path data-args-path
         per-split-data-args-path vocab-file merge-file tokenizer-model
-        tokenizer-hf-include-special-tokens tiktoken-pattern tiktoken-num-special-tokens
-        legacy-tokenizer""",
+        tiktoken-pattern tiktoken-num-special-tokens""",
     CHECKPOINT: """save load use-checkpoint-args pretrained-checkpoint auto-detect-ckpt-format
         use-persistent-ckpt-worker""",
     FP32: """bf16 fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
         grad-reduce-in-bf16""",
     GPU: """first-last-layers-bf16 te-rng-tracker apply-layernorm-1p
         defer-embedding-wgrad-compute wgrad-deferral-limit
-        moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion""",
+        moe-grouped-gemm moe-permute-fusion moe-router-fusion""",
     FAULTS: "error-injection-rate error-injection-type",
     LOGS: "wandb-project wandb-exp-name wandb-entity wandb-save-dir",
 }  # fmt: skip
@@ -73,7 +72,6 @@ OF_LAYOUT = """
     data-parallel-sharding-strategy ckpt-format init-model-with-meta-device
     check-weight-hash-across-dp-replicas-interval recompute-granularity recompute-method
     recompute-num-layers recompute-activations recompute-modules
-    no-async-tensor-model-parallel-allreduce
 """
 """Flags that change where and when the same numbers are computed: one process runs without."""
 
