@@ -140,11 +140,10 @@ COMMANDS: dict[str, str] = {
     "wlb plan": f"plan {_BATCH} --model 7b --num-devices 16 --refine 2 --packing original,hold",
     "wlb plan strategies": f"plan {_BATCH} --model 7b --num-devices 8 --strategies",
     "wlb recipe show": "recipe show recipe.yaml --nnodes 2 --rdzv-endpoint host:1",
-    "wlb recipe dry run": "recipe run recipe.yaml --dry-run",
     "wlb audit": "audit saved --replay",
 }
 """What commands print with ``--json``, but for those that tell of the machine or of Megatron:
-``doctor``, ``patch`` and ``profile``."""
+``doctor``, ``patch``, ``profile`` and dry runs of recipes."""
 MEASURED = ("ms_per_step",)
 NAMES = [*STEPS, *BATCHES, *RUNS, *COMMANDS]
 FIGURES = (

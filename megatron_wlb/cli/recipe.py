@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Collection
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,14 +17,12 @@ from rich.table import Table
 from megatron_wlb.cli.flags import add_command, flag
 from megatron_wlb.cli.output import facts, remark
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning import guards
 from megatron_wlb.reading import MOST_DEVICES, text_of_flag, whole_number
-from megatron_wlb.runtime.megatron_lm import check_arguments, refusals, words
+from megatron_wlb.runtime.megatron_lm import dry_run
 from megatron_wlb.runtime.megatron_lm.arguments import asks_for_plans
 from megatron_wlb.settings.command_line import with_settings_file
 from megatron_wlb.settings.recipe import Recipe, launch_command, quoted, read_recipe
-from megatron_wlb.simulator.choose import settled
-from megatron_wlb.simulator.forecast import Forecast, forecast
+from megatron_wlb.simulator.forecast import Forecast
 
 _EPILOG = """\
 FILE is a recipe of Megatron-LM (tests/functional_tests/test_cases/**/model_config.yaml) or one of
@@ -36,11 +33,11 @@ examples:
   wlb recipe show configs/experiment/7b-128k.yaml
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run -- --wlb-packing wlb
-  wlb recipe run my_recipe.yaml --megatron ~/Megatron-LM -- --train-iters 50
+  wlb recipe run my_recipe.yaml -- --train-iters 50
+  wlb recipe run my_recipe.yaml --megatron ~/Megatron-LM
   sbatch --nodes 8 scripts/slurm/pretrain_gpt.sbatch configs/experiment/7b-128k.yaml
 """
 PASSES_ON = True
-_SCRIPT = "pretrain_gpt.py"
 _HELP = {
     "show": "print the launch command that a recipe stands for",
     "run": "start training on this machine, or predict it (--dry-run)",
@@ -54,8 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         usage = f"wlb recipe {name} [options] FILE [-- flags that are appended to its own]"
         action = add_command(actions, name, summary, usage=usage, epilog=_EPILOG)
         action.add_argument("file", type=text_of_flag, metavar="FILE", help="the recipe")
-        flag(action, "--megatron PATH", "Megatron-LM checkout (default: $MEGATRON_LM_PATH)")
-        flag(action, "--script NAME", "in the checkout", _SCRIPT)
+        checkout = "Megatron-LM checkout (default: $MEGATRON_LM_PATH, or megatron-core's own loop)"
+        flag(action, "--megatron PATH", checkout)
+        flag(action, "--script NAME", "in the checkout (default: pretrain_gpt.py)")
         flag(action, "--nnodes N", "default: NUM_NODES of the recipe")
         flag(action, "--nproc-per-node N", "default: GPUS_PER_NODE of the recipe, or 8")
         flag(action, "--rdzv-endpoint HOST:PORT", "of several nodes: the first")
@@ -69,15 +67,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
             flag(
                 action,
                 "--dry-run",
-                "start nothing: predict layout, S_max, memory and step time, and refuse what "
-                "cannot fit; with a checkout, Megatron's own parser and checks are asked too",
+                "start nothing: predict layout, S_max, memory and step time by Megatron's own "
+                "parser and checks, and refuse what the run would, or what cannot fit",
             )
         action.set_defaults(run=_run if name == "run" else _show)
 
 
 def _show(args: argparse.Namespace) -> int:
     recipe = read_recipe(args.file, os.environ, run_number=args.run_number)
-    command = _command(args, recipe, _checkout(args) or Path("/path/to/Megatron-LM"))
+    command = _command(args, recipe)
     if args.json:
         values = asdict(recipe) | {"path": str(recipe.path), "command": command}
         print(json.dumps(values))
@@ -92,20 +90,12 @@ def _show(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     recipe = read_recipe(args.file, os.environ, run_number=args.run_number)
-    checkout = _checkout(args)
     if args.dry_run:
-        return _dry_run(args, recipe, checkout)
+        return _dry_run(args, recipe)
     recipe.require_resolved()
-    if checkout is None:
-        raise ConfigError(
-            "--megatron is missing; give the Megatron-LM checkout whose pretrain_gpt.py is to run "
-            "(git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM), or set "
-            "MEGATRON_LM_PATH"
-        )
-    command = _command(args, recipe, checkout)
-    script = checkout / args.script
-    if not script.is_file():
-        raise ConfigError(f"{script} is no file; give --megatron a checkout that has {args.script}")
+    command, script = _command(args, recipe), _script(args)
+    if script is not None and not script.is_file():
+        raise ConfigError(f"{script} is no file; give --megatron a checkout that has {script.name}")
     num_nodes, _ = _machine(args, recipe)
     if num_nodes > 1 and not args.rdzv_endpoint:
         raise ConfigError(
@@ -118,37 +108,32 @@ def _run(args: argparse.Namespace) -> int:
     os.execve(sys.executable, [sys.executable, *command[1:]], environment)
 
 
-def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) -> int:
-    arguments = with_settings_file([*recipe.arguments, *args.extra])
-    if not asks_for_plans(arguments):
+def _dry_run(args: argparse.Namespace, recipe: Recipe) -> int:
+    flags = with_settings_file([*recipe.arguments, *args.extra])
+    if not asks_for_plans(flags):
         raise ConfigError(
             f"{args.file} has no --wlb-… flag: it runs as stock Megatron does, which is not "
             "modelled; append one, as in -- --wlb-packing hold"
         )
+    checkout = _checkout(args)
     if checkout is not None and not (checkout / "megatron" / "training").is_dir():
         raise ConfigError(
             f"--megatron {checkout} has no megatron/training; give the path of a checkout of "
             "Megatron-LM"
         )
     num_devices = math.prod(_machine(args, recipe))
-    config = words.settings(arguments, num_devices)
-    words.check(arguments, num_devices, {**os.environ, **recipe.environment})
-    given = words.Words(arguments, world_size=num_devices)
-    config = settled(config, num_devices, partial(refusals.of_choice, given), remark)
-    guards.check(config, num_devices)
-    found = forecast(config, num_devices)
-    if checkout is not None:
-        check_arguments.check(checkout, num_devices, arguments, recipe.environment)
+    found, told = dry_run.predict(flags, num_devices, checkout, recipe.environment)
+    for line in told:
+        remark(line)
     if args.json:
-        parsed = None if checkout is None else str(checkout)
-        print(json.dumps(asdict(found) | {"parsed_by": parsed, "unresolved": recipe.unresolved}))
+        print(json.dumps(asdict(found) | {"unresolved": recipe.unresolved}))
     else:
-        Console().print(_table(recipe, found, checkout))
+        Console().print(_table(recipe, found))
         _notes(recipe)
     return 0
 
 
-def _command(args: argparse.Namespace, recipe: Recipe, checkout: Path) -> list[str]:
+def _command(args: argparse.Namespace, recipe: Recipe) -> list[str]:
     num_nodes, devices_per_node = _machine(args, recipe)
     torchrun = ["--nproc-per-node", str(devices_per_node)]
     if num_nodes > 1:
@@ -157,12 +142,20 @@ def _command(args: argparse.Namespace, recipe: Recipe, checkout: Path) -> list[s
         torchrun += ["--rdzv-endpoint", endpoint, "--rdzv-id", args.rdzv_id]
     if args.log_dir:
         torchrun += ["--log-dir", args.log_dir, "--tee", "3"]
-    return launch_command(recipe, checkout / args.script, torchrun, args.extra)
+    return launch_command(recipe, _script(args), torchrun, args.extra)
 
 
 def _checkout(args: argparse.Namespace) -> Path | None:
     given = args.megatron or os.environ.get("MEGATRON_LM_PATH")
     return Path(given).expanduser() if given else None
+
+
+def _script(args: argparse.Namespace) -> Path | None:
+    """The script of the checkout that runs. None: what stands in for it where there is none."""
+    checkout = _checkout(args)
+    if checkout is None and args.script is not None:
+        raise ConfigError(f"--script {args.script} is in a checkout; give --megatron PATH too")
+    return None if checkout is None else checkout / (args.script or "pretrain_gpt.py")
 
 
 def _machine(args: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
@@ -192,7 +185,7 @@ def _notes(recipe: Recipe) -> None:
         console.print(f"note: {script} of the recipe is not run; see {recipe.path}")
 
 
-def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
+def _table(recipe: Recipe, found: Forecast) -> Table:
     unfit = "" if found.original_fits else "; original does not fit memory"
     windows, fitting = found.max_tokens / found.window, found.fitting_tokens / found.window
     rows = {
@@ -211,6 +204,5 @@ def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
         "documents": f"lengths {found.documents}",
         f"{found.packing} against original": f"{found.speedup:.2f}×, net of all that stock "
         f"Megatron may overlap {found.net_speedup:.2f}×{unfit}",
-        "Megatron's parser": "not asked: no --megatron" if checkout is None else "takes the flags",
     }
     return facts(f"{recipe.path}, modelled", rows)

@@ -115,12 +115,12 @@ def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: i
 
 
 def launch_command(
-    recipe: Recipe, script: str | Path, torchrun: Sequence[str], extra: Sequence[str] = ()
+    recipe: Recipe, script: Path | None, torchrun: Sequence[str], extra: Sequence[str] = ()
 ) -> list[str]:
-    """``torchrun … -m megatron_wlb.launch SCRIPT`` with the recipe's arguments, then ``extra``."""
+    """``torchrun … -m megatron_wlb.launch [SCRIPT]``, the recipe's arguments, then ``extra``."""
     return [
         *("python", "-m", "megatron_wlb.torchrun", *torchrun),
-        *("-m", "megatron_wlb.launch", str(script)),
+        *("-m", "megatron_wlb.launch", *([] if script is None else [str(script)])),
         *recipe.arguments,
         *extra,
     ]

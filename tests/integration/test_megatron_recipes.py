@@ -1,30 +1,35 @@
-"""Megatron-LM's own recipes, against Megatron-LM's own converter and parser.
-
-``MEGATRON_LM_PATH`` is a checkout.
+"""Recipes, against Megatron-LM's own converter and parser: those of the installed megatron-core, or
+of the checkout that ``MEGATRON_LM_PATH`` names.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import re
 import string
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from helpers.one_process import one_process
 from megatron_lm_runs import BOTH, MEGATRON_LM, PATH, PP2
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.runtime.megatron_lm import words
-from megatron_wlb.runtime.megatron_lm.check_arguments import check
-from megatron_wlb.settings.config import flag_of
+from megatron_wlb.planning import guards
+from megatron_wlb.planning.from_config import run_of
+from megatron_wlb.planning.from_words import settings_of, settings_of_script
+from megatron_wlb.planning.run import Run
+from megatron_wlb.runtime.megatron_lm import dry_run
+from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import _TextLoader, read_recipe
+from megatron_wlb.simulator.forecast import forecast
 
-pytestmark = pytest.mark.launcher
 TESTS = Path(PATH or "", "tests", "functional_tests")
 SCRIPT = TESTS / "shell_test_utils" / "_run_training.sh"
 RECIPES = sorted((TESTS / "test_cases").glob("*/*/model_config.yaml"))
@@ -96,6 +101,7 @@ needs_tests = pytest.mark.skipif(
 )
 
 
+@pytest.mark.launcher
 @needs_tests
 def test_every_recipe_is_read() -> None:
     read = [path for path in RECIPES if is_megatrons(path)]
@@ -107,6 +113,7 @@ def test_every_recipe_is_read() -> None:
         assert recipe.unresolved == (), path
 
 
+@pytest.mark.launcher
 @pytest.mark.skipif(not SCRIPT.is_file(), reason=f"MEGATRON_LM_PATH has no {SCRIPT.name}")
 def test_recipes_become_the_arguments_that_megatrons_script_makes_of_them() -> None:
     chosen = awkward_recipes()
@@ -122,9 +129,12 @@ def with_flags(name: str, *extra: str) -> tuple[int, list[str]]:
 
 
 REFUSED = {
-    # Extra flags: what is said of them, by Megatron.
-    ("--context-parallel-size", "3"): r"world size \(32\) is not divisible",
-    ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
+    # Extra flags: what is said of them, by Megatron or by us.
+    ("--context-parallel-size", "3"): "32 processes do not divide by TP × PP × CP",
+    ("--min-lr", "1"): "Megatron-LM refuses the arguments: ",
+    ("--no-such-flag",): "unknown flag --no-such-flag; see --help",
+    ("--yaml-cfg", "run.yaml"): "--yaml-cfg does not work with --wlb-packing",
+    ("--softmax-type", "learnable"): "--softmax-type learnable does not work with --wlb-packing",
     ("--kv-channels", "many"): "argument --kv-channels: invalid int value",
 }
 
@@ -168,107 +178,103 @@ IN_FP8 = sorted(in_fp8()) if PATH else []
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By recipe or extra flags what Megatron's parser and checks, then our guards, say against it.
+def megatron() -> Iterator[Callable[..., Any]]:
+    """Calls functions where Megatron's parser is imported."""
+    with one_process() as call:
+        if PATH:
+            call(sys.path.insert, 0, PATH)
+        yield call
 
-    All in one process, as importing Megatron takes seconds.
-    """
-    lines = {name: with_flags(name) for name in NAMES}
-    lines |= {" ".join(extra): with_flags("550m-64k", *extra) for extra in REFUSED}
-    lines |= in_fp8()
-    world_size, flags = lines["searched"] = searched(tmp_path_factory.mktemp("searched"))
-    for flag in ("--data-path", "--eval-interval", "--max-position-embeddings"):
-        at = flags.index(flag)
-        lines[f"searched, without {flag}"] = (world_size, [*flags[:at], *flags[at + 2 :]])
-    code = (
-        "import contextlib, json, sys, tempfile\n"
-        "from megatron_wlb.runtime.megatron_lm.check_arguments import main\n"
-        "said = {}\n"
-        "for name, (world_size, flags) in json.loads(sys.argv[2]).items():\n"
-        # A file: Megatron asks stderr for its number where transformers is installed.
-        "    with tempfile.TemporaryFile('w+') as stream:\n"
-        "      with contextlib.redirect_stderr(stream):\n"
-        "        try:\n"
-        "            failed = main([sys.argv[1], str(world_size), *flags])\n"
-        "        except (AssertionError, SystemExit) as error:\n"
-        "            failed = True\n"
-        "            if isinstance(error, AssertionError):\n"
-        "                print(error, file=sys.stderr)\n"
-        "      stream.seek(0)\n"
-        "      lines = stream.read().strip().splitlines()\n"
-        "    said[name] = lines[-1] if failed else ''\n"
-        "print(json.dumps(said))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, PATH or "", json.dumps(lines)],
-        env={**os.environ, "NCCL_ALGO": "Ring"},  # as the recipes of deterministic runs have it
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+
+def refusal(megatron: Callable[..., Any], num_devices: int, flags: list[str]) -> str:
+    """What Megatron's parser and checks, then ours, say against flags."""
+    try:
+        # As the recipes of deterministic runs have it.
+        megatron(dry_run.settings, flags, num_devices, environment={"NCCL_ALGO": "Ring"})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def runs(
+    megatron: Callable[..., Any], num_devices: int, flags: list[str], planned: Config
+) -> tuple[Run, Run]:
+    """What forecasts are made of: by Megatron's parser, and by what planning reads by itself."""
+    config = megatron(dry_run.settings, flags, num_devices)
+    assert config.wlb == planned.wlb
+    # What Megatron fills in without effect.
+    parallel = config.parallel
+    if parallel.expert_tensor_parallel_size == parallel.tensor_model_parallel_size:
+        parallel = dataclasses.replace(parallel, expert_tensor_parallel_size=None)
+        config = dataclasses.replace(config, parallel=parallel)
+    if not config.model.disable_bias_linear:
+        model = dataclasses.replace(config.model, add_qkv_bias=False)
+        config = dataclasses.replace(config, model=model)
+    dp_size = guards.data_parallel_size(planned, num_devices)
+    one, other = (run_of(settings, 32000, dp_size) for settings in (config, planned))
+    return one.executed(kernels="fused"), other.executed(kernels="fused")  # as on a GPU
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_megatrons_own_parser_and_checks_take_table_1(said: dict[str, str], name: str) -> None:
-    assert said[name] == ""
+def test_megatrons_own_parser_reads_table_1_as_the_page_does(
+    megatron: Callable[..., Any], name: str
+) -> None:
+    """``test_experiment_recipes.py`` holds the page to forecasts of what planning reads."""
+    num_devices, flags = with_flags(name)
+    one, other = runs(megatron, num_devices, flags, settings_of(flags))
+    assert one == other
 
 
+@pytest.mark.parametrize("more", ["", "--swiglu --fp16", "--num-experts 8 --bf16"])
+def test_what_is_not_given_is_megatrons_where_planning_reads_by_itself(
+    megatron: Callable[..., Any], more: str
+) -> None:
+    flags = (
+        "--num-layers 4 --hidden-size 768 --num-attention-heads 4 --max-position-embeddings 512 "
+        "--seq-length 512 --micro-batch-size 1 --global-batch-size 16 --mock-data --lr 1e-4 "
+        f"--train-iters 9 --eval-interval 9 --vocab-size 99 --wlb-packing hold {more}"
+    ).split()
+    one, other = runs(megatron, 2, flags, settings_of_script(flags))
+    assert one == other
+
+
+@pytest.mark.launcher
 @needs_tests
 @pytest.mark.parametrize("name", IN_FP8)
-def test_megatrons_own_recipes_in_fp8_run_on_plans(said: dict[str, str], name: str) -> None:
-    assert said[name] == ""
+def test_megatrons_own_recipes_in_fp8_run_on_plans(megatron: Callable[..., Any], name: str) -> None:
+    assert refusal(megatron, *in_fp8()[name]) == ""
 
 
 @pytest.mark.parametrize("extra", REFUSED)
-def test_what_megatron_or_we_refuse_is_said(said: dict[str, str], extra: tuple[str, ...]) -> None:
-    assert re.search(REFUSED[extra], said[" ".join(extra)])
+def test_what_megatron_or_we_refuse_is_said(
+    megatron: Callable[..., Any], extra: tuple[str, ...]
+) -> None:
+    said = refusal(megatron, *with_flags("550m-64k", *extra))
+    assert said.startswith(REFUSED[extra]) and "\n" not in said
 
 
-def test_what_a_search_writes_is_taken_once_the_run_is_added(said: dict[str, str]) -> None:
-    assert said["searched"] == ""
-    assert "give --data-path" in said["searched, without --data-path"]
-    assert "give it, as in --eval-interval" in said["searched, without --eval-interval"]
-    refusal = said["searched, without --max-position-embeddings"]
-    assert "max_position_embeddings argument is None" in refusal
+def test_what_a_search_writes_is_taken_once_the_run_is_added(
+    megatron: Callable[..., Any], tmp_path: Path
+) -> None:
+    num_devices, flags = searched(tmp_path)
+    assert refusal(megatron, num_devices, flags) == ""
+    for flag, says in (
+        ("--data-path", "give --data-path"),
+        ("--eval-interval", "give it, as in --eval-interval"),
+        ("--max-position-embeddings", "max_position_embeddings"),
+    ):
+        at = flags.index(flag)
+        assert says in refusal(megatron, num_devices, [*flags[:at], *flags[at + 2 :]])
 
 
-def test_dry_run_sets_the_environment_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_ALGO", raising=False)
-    world_size, flags = with_flags("550m-64k", "--deterministic-mode")
-    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
-    check(PATH or "", world_size, flags, environment)  # raises without NCCL_ALGO
-
-
-def test_defaults_without_a_checkout_are_megatrons() -> None:
-    code = (
-        "import json, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from megatron_wlb.runtime.megatron_lm import cpu\n"
-        "cpu.install()\n"
-        "import argparse\n"
-        "from megatron.training.arguments import add_megatron_arguments\n"
-        "parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))\n"
-        "found = vars(parser.parse_args([]))\n"
-        "print(json.dumps({name: found[name] for name in json.loads(sys.argv[2])}))\n"
-    )
-    wanted = words.DEFAULTS | words._OF_GUARDS | dict.fromkeys(words._REQUIRED)
-    done = subprocess.run(
-        [sys.executable, "-c", code, PATH or "", json.dumps(list(wanted))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == wanted
-
-
-def test_dry_run_asks_megatron() -> None:
-    world_size, flags = with_flags("550m-64k", "--no-such-flag")
-    with pytest.raises(ConfigError, match=r"Megatron-LM in .* refuses .*: --no-such-flag; correct"):
-        check(PATH or "", world_size, flags)
+def test_dry_run_is_a_program_of_its_own_with_the_environment_of_the_recipe() -> None:
+    num_devices, flags = with_flags("550m-64k", "--deterministic-mode")
+    checkout = Path(PATH) if PATH else None
+    found, told = dry_run.predict(flags, num_devices, checkout, {"NCCL_ALGO": "Ring"})
+    assert found == forecast(settings_of(flags), num_devices)
+    assert told == []
+    with pytest.raises(ConfigError, match="NCCL_ALGO"):
+        dry_run.predict(flags, num_devices, checkout, {"NCCL_ALGO": "none"})
 
 
 def test_recipe_trains(tmp_path: Path, corpus: Path) -> None:
@@ -279,7 +285,7 @@ def test_recipe_trains(tmp_path: Path, corpus: Path) -> None:
         "MODEL_ARGS": {flag_of(name): value for name, value in flags.items()},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.dump(recipe))
-    words = ["recipe", "run", "recipe.yaml", "--megatron", PATH or "", "--", "--train-iters", "3"]
+    words = ["recipe", "run", "recipe.yaml", "--", "--train-iters", "3"]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_wlb.cli.main", *words],
         env={**os.environ, "CORPUS": str(corpus), "PYTHONPATH": str(Path(__file__).parents[2])},

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from helpers.one_process import one_process
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.runtime.compat.source import MegatronSource
+from megatron_wlb.runtime.megatron_lm import dry_run
 
 
 @pytest.fixture
@@ -74,3 +77,21 @@ class Wlb:
 def wlb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Wlb:
     monkeypatch.chdir(tmp_path)
     return Wlb(capsys)
+
+
+@pytest.fixture(scope="session")
+def in_one_process() -> Iterator[Callable[..., Any]]:
+    with one_process() as call:
+        yield call
+
+
+@pytest.fixture
+def dry_runs(in_one_process: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dry runs ask one process, and the installed Megatron."""
+
+    def ask(*question: Any) -> dict[str, Any]:
+        *words, environment = question
+        return in_one_process(dry_run.answer, *words, environment=environment)
+
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.setattr(dry_run, "ask", ask)

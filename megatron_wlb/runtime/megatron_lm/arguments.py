@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.runtime.megatron_lm import refusals
-from megatron_wlb.settings.command_line import add_flags
+from megatron_wlb.settings.command_line import add_flags, refuse_arguments
 from megatron_wlb.settings.config import Config, WlbConfig, from_flat, table
 from megatron_wlb.settings.setting import SAME
 
@@ -83,12 +84,16 @@ def asks_for_plans(words: Sequence[str]) -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our flags to Megatron's parser, in a group of their own, with their defaults.
 
-    Help texts with a bare per cent sign, which some versions have, are made printable.
+    Help texts with a bare per cent sign, which some versions have, are made printable. Mistakes are
+    a line each instead of argparse's usage, which lists a thousand flags.
     """
     for action in parser._actions:
         if action.help:
             action.help = re.sub(r"%%|%(?!\(\w+\))", "%%", action.help)
     add_flags(parser, "workload balance (megatron-wlb)", WlbConfig, defaults=True)
+    parser.error = functools.partial(  # type: ignore[method-assign]
+        refuse_arguments, parser, reasons=refusals.OF_OTHER_VERSIONS
+    )
     return parser
 
 

@@ -11,6 +11,7 @@ import argparse
 import functools
 import inspect
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from megatron_wlb.runtime.saving.core import lock_folder
 from megatron_wlb.runtime.saving.resume import missing_load
 from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
-from megatron_wlb.settings.command_line import refuse_arguments
+from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.packings import CHOSEN
 from megatron_wlb.simulator.choose import settled
 
@@ -96,12 +97,7 @@ def uninstall() -> None:
 
 
 def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser = arguments.add_arguments(original(parser))
-    # One line a mistake instead of argparse's usage, which lists a thousand flags.
-    parser.error = functools.partial(  # type: ignore[method-assign]
-        refuse_arguments, parser, reasons=refusals.OF_OTHER_VERSIONS
-    )
-    return parser
+    return arguments.add_arguments(original(parser))
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -115,7 +111,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     if not elsewhere and (error := missing_load(args.load, args.save)):
         raise CheckpointError(error)
     arguments.prepare(args)
-    checked = _megatrons_own_checks(original, args, *rest, **kwargs)
+    checked = megatrons_own_checks(original, args, *rest, **kwargs)
     arguments.scale_losses(args)
     if args.wlb_packing != CHOSEN or args.wlb_strategies is not None:
         _settle(args)
@@ -124,17 +120,18 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
 
 def _build_tokenizer(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Has Megatron build its tokenizer, then chooses the packing if that waits for it."""
-    tokenizer = _megatrons_own_checks(original, args, *rest, **kwargs)
+    tokenizer = megatrons_own_checks(original, args, *rest, **kwargs)
     if _session is None:
         _settle(args)
     return tokenizer
 
 
-def _settle(args: argparse.Namespace) -> None:
-    """Settles the packing, checks all that depends on it, and makes the session."""
+def settle(args: argparse.Namespace, saved: Callable[[], Mapping[str, Any]] = dict) -> Config:
+    """The settings of arguments that Megatron has checked: takes a packing, as :func:`settled`
+    does, and checks all that depends on it.
+    """
     config = arguments.config_of(args)
     refused = functools.partial(refusals.of_choice, args)
-    saved = functools.partial(saved_plans.newest_settings, args)
     config = settled(config, args.world_size, refused, saved=saved)
     refuse_all(refusals.of_packing(args, config.wlb.wlb_packing))  # that of a checkpoint, too
     args.wlb_packing, args.wlb_max_tokens = config.wlb.wlb_packing, config.wlb.wlb_max_tokens
@@ -149,6 +146,12 @@ def _settle(args: argparse.Namespace) -> None:
     layout_guards.check_micro_batches(alone, num_ranks)
     if args.eval_iters:
         layout_guards.check_evaluation(arguments.of_evaluation(args, config), num_ranks)
+    return config
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """Settles the packing, which a checkpoint may say, and makes the session."""
+    config = settle(args, functools.partial(saved_plans.newest_settings, args))
     check_checkpoints(
         args.use_distributed_optimizer,
         None if args.no_save_optim else args.save,
@@ -157,7 +160,7 @@ def _settle(args: argparse.Namespace) -> None:
     _begin(args, config)
 
 
-def _megatrons_own_checks(original: Any, *args: Any, **kwargs: Any) -> Any:
+def megatrons_own_checks(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes one line of the errors by which Megatron refuses arguments, those of its tokenizer too:
     of files that are not there, of libraries that are not installed.
 

@@ -396,8 +396,8 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         yield from (
             one.message(args, "--wlb-strategies") for one in OF_STRATEGIES if one.applies(args)
         )
-    if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
-        yield (  # Words have those that were given
+    if not getattr(args, "eval_interval", True) and not getattr(args, "skip_train", False):
+        yield (
             "--eval-interval is missing, by which Megatron-LM counts evaluations, though there be "
             "none; give it, as in --eval-interval 1000"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.runtime.megatron_lm import check_arguments
+from megatron_wlb.runtime.megatron_lm import dry_run
 
 RECIPE = """
 ENV_VARS:
@@ -63,7 +63,10 @@ def test_show_prints_json(recipe: str, wlb) -> None:
     assert "--nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a:1" in command
 
 
-def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_checkout", [True, False])
+def test_run_becomes_torchrun(
+    recipe: str, checkout: Path, has_checkout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[Any] = []
 
     def execve(*call: Any) -> None:
@@ -71,7 +74,8 @@ def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.M
         raise SystemExit  # this process is another one now
 
     monkeypatch.setattr(os, "execve", execve)
-    argv = ["recipe", "run", recipe, "--megatron", str(checkout), "--log-dir", "logs"]
+    argv = ["recipe", "run", recipe, "--log-dir", "logs"]
+    argv += ["--megatron", str(checkout)] if has_checkout else []
     with pytest.raises(SystemExit):
         main([*argv, "--", "--train-iters", "3"])
     ((program, command, environment),) = started
@@ -79,6 +83,8 @@ def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.M
     assert command[1:8] == [
         *("-m", "megatron_wlb.torchrun", "--nproc-per-node", "2", "--log-dir", "logs", "--tee")
     ]
+    script = [str(checkout / "pretrain_gpt.py")] if has_checkout else []
+    assert command[8:-7] == ["3", "-m", "megatron_wlb.launch", *script, "--num-layers", "4"]
     assert command[-4:] == ["--save", "/out", "--train-iters", "3"]
     assert environment["GREETING"] == "hello world"
     assert environment["OUT"] == "/out"
@@ -87,7 +93,7 @@ def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "--megatron is missing; give the Megatron-LM checkout"),
+        ("--script train_rl.py", "--script train_rl.py is in a checkout; give --megatron PATH"),
         ("--megatron /nowhere", "/nowhere/pretrain_gpt.py is no file"),
         ("--megatron Megatron-LM --script train_rl.py", "train_rl.py is no file"),
         ("--megatron Megatron-LM --nnodes 2", "runs on 2 nodes; give --rdzv-endpoint"),
@@ -107,19 +113,12 @@ def test_run_refuses_what_cannot_start(
     assert message in wlb("recipe run", recipe, options, status=2).err
 
 
-def test_check_that_takes_too_long_is_one_line(
-    checkout: Path, wlb, monkeypatch: pytest.MonkeyPatch
+def test_dry_run_that_takes_too_long_is_one_line(
+    recipe: str, wlb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (checkout / "megatron" / "training").mkdir(parents=True)
-    flags = "num-layers: 4", "hidden-size: 64", "num-attention-heads: 4", "seq-length: 2048"
-    flags += "max-position-embeddings: 2048", "micro-batch-size: 1", "global-batch-size: 4"
-    flags += "bf16: true", "eval-interval: 9", "position-embedding-type: rope", "wlb-packing: hold"
-    flags += "hidden-dropout: 0", "attention-dropout: 0", "mock-data: true", "vocab-size: 100"
-    Path("slow.yaml").write_text("MODEL_ARGS:\n" + "".join(f"  --{flag}\n" for flag in flags))
-    monkeypatch.setattr(check_arguments, "TIMEOUT_S", 0.001)
-    error = wlb.refusal("recipe run slow.yaml --nproc-per-node 2 --dry-run --megatron", checkout)
-    assert error.endswith("in 0.001 s; try again when the machine has less to do, or leave out "
-                          "--megatron (MEGATRON_LM_PATH) to check without it")  # fmt: skip
+    monkeypatch.setattr(dry_run, "TIMEOUT_S", 0.001)
+    error = wlb.refusal("recipe run", recipe, "--dry-run -- --wlb-packing hold")
+    assert error.endswith("in 0.001 s; try again when the machine has less to do")
 
 
 def test_shown_command_expands_unset_variables_and_nothing_else(

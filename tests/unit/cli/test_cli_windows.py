@@ -21,6 +21,7 @@ MODEL_ARGS:
   --seq-length: 32768
   --max-position-embeddings: 32768
   --micro-batch-size: 1
+  --eval-interval: 1000
   --global-batch-size: 8
   --position-embedding-type: rope
   --context-parallel-size: 2
@@ -37,8 +38,7 @@ def files(text: str, *windows: str) -> list[Path]:
     return paths
 
 
-def test_dry_run_of_a_recipe_with_windows_is_faster(wlb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+def test_dry_run_of_a_recipe_with_windows_is_faster(wlb, dry_runs) -> None:
     every = "  --window-size: (511,0)\n"
     some = f"{every}  --window-attn-skip-freq: ([1]*3+[0])*2\n"
     paths = files(RECIPE, "", some, every)

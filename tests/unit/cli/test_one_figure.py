@@ -34,6 +34,7 @@ MODEL_ARGS:
   --seq-length: 8192
   --max-position-embeddings: 8192
   --micro-batch-size: 1
+  --eval-interval: 1000
   --global-batch-size: 16
   --hidden-dropout: 0.0
   --attention-dropout: 0.0
@@ -53,7 +54,7 @@ LAYOUT = (
 
 
 @pytest.fixture(autouse=True)
-def folder(wlb) -> None:
+def folder(wlb, dry_runs) -> None:
     lengths = np.random.default_rng(1).lognormal(7.2, 1.7, 3000).astype(int).clip(1, 40_000)
     write_index("corpus", lengths.tolist())
     Path("recipe.yaml").write_text(RECIPE)

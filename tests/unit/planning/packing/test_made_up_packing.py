@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ from megatron_wlb.planning.guards import check
 from megatron_wlb.planning.packing import PackingSettings, packer, unread
 from megatron_wlb.planning.packing.base import Limits, Packer, load_state, save_state
 from megatron_wlb.runtime.megatron_lm import refusals
-from megatron_wlb.runtime.megatron_lm.words import Words
 from megatron_wlb.settings.command_line import build_parser, parse
 from megatron_wlb.settings.packings import PACKINGS, Place
 
@@ -115,9 +115,10 @@ def test_what_it_cannot_do_is_refused_everywhere() -> None:
 
 
 def test_the_launcher_refuses_what_a_packing_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = "--mock-data --pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute"
-    args = Words([*layout.split(), "--wlb-packing", "round-robin"], world_size=2)
-    args.eval_interval = 1
+    args = argparse.Namespace(
+        mock_data=True, defer_embedding_wgrad_compute=True, wlb_packing="round-robin", world_size=2,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=2, context_parallel_size=1,
+    )  # fmt: skip
     refusals.check(args)
     monkeypatch.setattr(RoundRobin, "cannot", {"--defer-embedding-wgrad-compute": "it is made up"})
     with pytest.raises(ConfigError, match="does not work with --wlb-packing: it is made up; leave"):

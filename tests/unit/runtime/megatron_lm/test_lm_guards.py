@@ -10,7 +10,6 @@ import pytest
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.rules import LAUNCHED, Rule
 from megatron_wlb.runtime.megatron_lm import refusals
-from megatron_wlb.runtime.megatron_lm.words import Words
 from megatron_wlb.settings.command_line import refuse_arguments
 from megatron_wlb.settings.config import flag_of
 
@@ -207,7 +206,6 @@ def test_a_missing_interval_of_evaluations_is_refused(interval: int | None) -> N
         refusals.check(argparse.Namespace(**given))
     refusals.check(argparse.Namespace(**given | {"skip_train": True}))
     refusals.check(argparse.Namespace(**given | {"eval_interval": 1000}))
-    refusals.check(Words(["--data-path", "a"], world_size=1))  # the parser may have a default
 
 
 def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
