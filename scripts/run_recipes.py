@@ -10,7 +10,9 @@ gradient norm of each step are compared.
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2*'      # some of them
     scripts/run_recipes.py ~/Megatron-LM --packing slim          # in slices
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2' --spoil weight  # must fail
+    scripts/run_recipes.py --table gpt.json gpt-slim.json moe.json       # the tables of the docs
 
+A folder with the recipes alone runs them on the training loop of the installed megatron-core.
 Results are written after each recipe, so a start that was cut off goes on with --resume. Exit
 status: 1 if an accepted recipe ran and did not equal one process.
 """
@@ -45,7 +47,8 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("checkout", type=Path, metavar="MEGATRON-LM", help="a checkout's folder")
+    about = "a checkout, or its recipes alone"
+    parser.add_argument("folder", type=Path, nargs="?", metavar="MEGATRON-LM", help=about)
     parser.add_argument("--kind", default="gpt", help="folder of recipes (default: gpt)")
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="PATTERN", help="of names, as of files"
@@ -56,36 +59,37 @@ def main() -> int:
         "--resume", action="store_true", help="leaves out what --out has, but failures"
     )
     parser.add_argument(
-        "--table", action="store_true", help="writes docs/recipes.md and docs/recipe-runs.md"
-    )
+        "--table", type=Path, nargs="+", metavar="FILE",
+        help="runs nothing, and writes docs/recipes.md and docs/recipe-runs.md of files of --out",
+    )  # fmt: skip
     parser.add_argument(
         "--limit", type=float, default=300.0, metavar="SECONDS", help="of a run (default: 300)"
     )
     parser.add_argument("--spoil", choices=SPOILS, default="", help="makes the layout's runs wrong")
     options = parser.parse_args()
-    if (options.resume or options.table) and options.out is None:
-        raise ConfigError("--resume and --table go by a file of results; give --out FILE")
-    if options.spoil and options.table:
-        raise ConfigError(f"--spoil {options.spoil} makes wrong results; leave out --table")
-    if options.table and options.packing != "hold":
-        raise ConfigError(
-            f"the tables are of hold packing, not {options.packing}; leave out --table"
-        )
-    checkout = options.checkout.resolve()
+    if options.table:
+        pages.write([Results.read(path) for path in options.table], ROOT / "docs")
+        return 0
+    if options.folder is None:
+        raise ConfigError("no recipes are named; give the folder of a checkout of Megatron-LM")
+    if options.resume and options.out is None:
+        raise ConfigError("--resume goes by a file of results; give --out FILE")
+    parent = options.folder.resolve()
+    script = parent / "pretrain_gpt.py" if (parent / "pretrain_gpt.py").is_file() else None
     chosen = [
         path
-        for path in recipes_of(checkout, options.kind)
+        for path in recipes_of(parent, options.kind)
         if any(fnmatch.fnmatch(path.parent.name, pattern) for pattern in options.only)
     ]
     if not chosen:
         raise ConfigError(f"--only {' '.join(options.only)} is no recipe's name; give another")
-    found = Results(options.kind, import_megatron(checkout))
+    found = Results(options.kind, import_megatron(script))
     if options.resume:
         found.resume(options.out)
     with tempfile.TemporaryDirectory(prefix="recipes-") as name:
         folder = Path(name)
         runner = Runner(
-            checkout, folder, make_corpus(folder), options.limit, options.spoil, options.packing
+            script, folder, make_corpus(folder), options.limit, options.spoil, options.packing
         )
         # Without a thread of its own: processes are forked.
         with Progress(console=Console(stderr=True), auto_refresh=False) as bar:
@@ -100,8 +104,6 @@ def main() -> int:
                         found.write(options.out)
                 bar.update(task, advance=1, refresh=True)
     print(found.counts)
-    if options.table:
-        pages.write(found, ROOT / "docs")
     return 1 if any(one.status == UNEQUAL for one in found.outcomes.values()) else 0
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,43 +20,25 @@ _STD = 0.1
 """Of weights; about what keeps the size of activations of so narrow a model."""
 
 
-def train(script: Path, words: Sequence[str], spoil: str = "") -> int:
+def train(script: Path | None, words: Sequence[str], spoil: str = "") -> int:
     """Runs the launcher on this rank; the exit code."""
     from megatron_wlb.launch import main
 
     _set_weights(spoil == "weight")
     _note_documents(spoil == "document")
-    return main([str(script), *words])
+    return main([*([] if script is None else [str(script)]), *words])
 
 
 def check_arguments(words: Sequence[str], num_devices: int, found: Path) -> int:
-    """Writes what the launcher says against arguments, each thing a string of a JSON list.
-
-    It passes for the first process on so many devices: what the emulation refuses does not count,
-    and checkpoints are there. No process group is made. It is no rank, as there are no others to
-    compare itself with.
+    """Writes what the launcher says against arguments on so many devices, each thing a string of a
+    JSON list.
     """
-    import importlib
-
-    from megatron.training.arguments import parse_args
-
     from megatron_wlb.errors import WLBError
-    from megatron_wlb.runtime.compat import targets
-    from megatron_wlb.runtime.megatron_lm import cpu, install, refusals
+    from megatron_wlb.runtime.megatron_lm import dry_run
 
-    cpu.refusals = lambda args: iter(())  # type: ignore[assignment]
-    os.environ["WORLD_SIZE"] = str(num_devices)
-    del os.environ["RANK"]
     said: list[str] = []
     try:
-        refusals.check_words(words)
-        install.install()
-        sys.argv = ["pretrain_gpt.py", *words]
-        args = parse_args()
-        for folder in filter(None, (args.load, args.pretrained_checkpoint)):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        checks = importlib.import_module(targets.adapter().checks_arguments_in)
-        checks.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+        dry_run.settings(words, num_devices)
     except WLBError as error:
         said = str(error).splitlines()
     found.write_text(json.dumps(said))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from _run_recipes.outcome import EQUAL, REFUSED, STATUSES, Outcome
@@ -13,36 +14,33 @@ from megatron_wlb.files import write_text
 
 COUNTS_PAGE, RECIPES_PAGE = "recipes.md", "recipe-runs.md"
 BEGIN, END = "<!-- recipe runs -->", "<!-- end of recipe runs -->"
-_HEAD = ("Megatron-LM", "recipes", "train", "accepted", "fit 4 processes", "ran", "equal")
+_HEAD = (
+    "Megatron-LM",
+    "packing",
+    "recipes",
+    "train",
+    "accepted",
+    "fit 4 processes",
+    "ran",
+    "equal",
+)
 
 
-def write(results: Results, docs: Path) -> None:
-    """Puts one version's results into both pages, in place of what they say of it."""
-    name = f"{results.kind} {results.version}"
-    counts = results.counts
-    numbers = (counts.recipes, counts.training, counts.accepted, counts.fitting, counts.ran)
-    row = _row([name, *map(str, (*numbers, counts.equal))])
-    text, rows = _between(docs / COUNTS_PAGE)
-    kept = [one for one in rows.splitlines()[2:] if not one.startswith(f"| {name} |")]
-    body = "\n".join([_row(_HEAD), _row(["---"] * len(_HEAD)), *sorted([*kept, row])])
-    write_text(docs / COUNTS_PAGE, text.format(body))
-
-    text, sections = _between(docs / RECIPES_PAGE)
-    found = {one.partition("\n")[0]: one for one in re.split(r"^## ", sections, flags=re.M)[1:]}
-    found[name] = _section(name, results)
-    body = "\n\n".join(f"## {found[key].strip()}" for key in sorted(found))
-    write_text(docs / RECIPES_PAGE, text.format(body))
-
-
-def _between(path: Path) -> tuple[str, str]:
-    """A page with a place for what is between its markers, and what is there now."""
-    text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    inner, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"{path} has no place for results; put {BEGIN} and {END} there")
-    escaped = [part.replace("{", "{{").replace("}", "}}") for part in (before, after)]
-    return f"{escaped[0]}{BEGIN}\n{{}}\n{END}{escaped[1]}", inner.strip()
+def write(results: Sequence[Results], docs: Path) -> None:
+    """Puts results into both pages, in place of what is there."""
+    rows, sections = [_row(_HEAD), _row(["---"] * len(_HEAD))], []
+    for one in sorted(results, key=lambda one: (one.version, one.kind, one.packing)):
+        name, counts = f"{one.kind} {one.version}", one.counts
+        numbers = (counts.recipes, counts.training, counts.accepted, counts.fitting, counts.ran)
+        rows.append(_row([name, f"`{one.packing}`", *map(str, (*numbers, counts.equal))]))
+        sections.append(_section(f"{name}, {one.packing}", one))
+    for page, body in ((COUNTS_PAGE, "\n".join(rows)), (RECIPES_PAGE, "\n\n".join(sections))):
+        path = docs / page
+        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise ConfigError(f"{path} has no place for results; put {BEGIN} and {END} there")
+        write_text(path, f"{before}{BEGIN}\n{body}\n{END}{after}")
 
 
 def _section(name: str, results: Results) -> str:
@@ -50,7 +48,7 @@ def _section(name: str, results: Results) -> str:
     by = Counter(one.status for one in outcomes)
     without = sum(bool(one.without) for one in outcomes if one.status == EQUAL)
     said = f"{results.counts}; {without} of these without flags that need a GPU."
-    lines = [name, "", said, "", "| What | Recipes |", "| --- | --- |"]
+    lines = [f"## {name}", "", said, "", "| What | Recipes |", "| --- | --- |"]
     lines += [_row([f"**{status}**", str(by[status])]) for status in STATUSES if by[status]]
     reasons = Counter(why for one in outcomes if one.status == REFUSED for why in one.why)
     if reasons:

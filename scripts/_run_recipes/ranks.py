@@ -26,17 +26,24 @@ _TELL_S = 2.0
 """How long before the limit a process writes where it is."""
 
 
-def import_megatron(checkout: Path) -> str:
-    """Imports a checkout's Megatron under the CPU emulation; its version."""
-    sys.path.insert(0, str(checkout))
+def import_megatron(script: Path | None) -> str:
+    """Imports the Megatron of a checkout's script under the CPU emulation, or else the installed
+    one; its version.
+    """
+    if script is not None:
+        sys.path.insert(0, str(script.parent))
     import torch
 
+    from megatron_wlb.launch import STAND_IN
     from megatron_wlb.runtime.megatron_lm import cpu
 
     torch.set_num_threads(1)
     cpu.install()
     # The script's own imports; it trains only as the main module.
-    runpy.run_path(str(checkout / "pretrain_gpt.py"), run_name="imported")
+    if script is not None:
+        runpy.run_path(str(script), run_name="imported")
+    else:
+        runpy.run_module(STAND_IN, run_name="imported")
     import megatron.core
 
     from megatron_wlb.runtime.megatron_lm import install  # noqa: F401

@@ -57,9 +57,10 @@ class FailedRunError(Exception):
 
 @dataclass
 class Runner:
-    """Runs recipes of one checkout; a run of one process that several recipes share runs once."""
+    """Runs recipes; a run of one process that several of them share runs once."""
 
-    checkout: Path
+    script: Path | None
+    """None: what the launcher runs without one."""
     folder: Path
     """Where corpus and runs lie."""
     corpus: str
@@ -152,8 +153,8 @@ class Runner:
         """Raises :class:`FailedRunError` for a run that does not train all its steps."""
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
-            script = self.checkout / "pretrain_gpt.py"
-            program = functools.partial(inside.train, script, (*words, *self._ours, *HERE), spoil)
+            given = (*words, *self._ours, *HERE)
+            program = functools.partial(inside.train, self.script, given, spoil)
             ended = run_ranks(
                 program, num_processes, folder, limit_s=self.limit_s, environment=environment
             )
@@ -186,15 +187,18 @@ def differences(found: Trained, expected: Trained) -> list[str]:
     return lines
 
 
-def recipes_of(checkout: Path, kind: str) -> list[Path]:
+def recipes_of(parent: Path, kind: str) -> list[Path]:
     """The files of Megatron's own recipes of one kind.
 
     Raises :class:`ConfigError` where there is none.
     """
-    folder = checkout / "tests" / "functional_tests" / "test_cases" / kind
+    folder = parent / "tests" / "functional_tests" / "test_cases" / kind
     found = sorted(folder.glob("*/model_config.yaml"))
-    if not found or not (checkout / "pretrain_gpt.py").is_file():
-        raise ConfigError(f"{folder} has no recipes; give a checkout of Megatron-LM, and a --kind")
+    if not found:
+        raise ConfigError(
+            f"{folder} has no recipes; give a checkout of Megatron-LM, or a folder of its recipes "
+            "alone, and a --kind"
+        )
     return found
 
 

@@ -61,7 +61,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What an earlier start wrote.
+        """What a start wrote.
 
         Raises :class:`ConfigError` for any other file.
         """
@@ -72,7 +72,7 @@ class Results:
             return record("", cls, content | {"outcomes": outcomes})
         except ConfigError as error:
             raise ConfigError(
-                f"{path} has no results of recipes ({error}); give another --out"
+                f"{path} has no results of recipes ({error}); give a file that --out names"
             ) from None
 
     def resume(self, path: Path) -> None:
@@ -97,6 +97,12 @@ class Results:
         content = {"kind": self.kind, "version": self.version, "recipes": recipes}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(content, indent=1) + "\n")
+
+    @property
+    def packing(self) -> str:
+        """That of the runs; empty where none was accepted."""
+        commands = (one.command for one in self.outcomes.values())
+        return next((c[c.index("--wlb-packing") + 1] for c in commands if c), "")
 
     @property
     def counts(self) -> Counts:

@@ -165,11 +165,12 @@ def test_rounding_is_equal_and_more_is_not() -> None:
     assert line == "step 2: other documents"
 
 
-def results_of(version: str = "0.16.1") -> Any:
+def results_of(version: str = "0.18.2", packing: str = "hold") -> Any:
+    command = ["--bf16", "--wlb-packing", packing, "--wlb-max-step-tokens", "0"]
     refused = "--fim-data does not work with --wlb-packing: it rewrites; leave it out"
     changes = [{"flag": "--fp8-format", "before": "hybrid", "after": "", "kind": "needs a GPU"}]
     some = [
-        outcome.Outcome("a", outcome.EQUAL, layout="TP2", changes=changes),
+        outcome.Outcome("a", outcome.EQUAL, layout="TP2", changes=changes, command=command),
         outcome.Outcome("b", outcome.REFUSED, why=[refused]),
         outcome.Outcome("c", outcome.NO_TRAINING),
         outcome.Outcome("d", outcome.FAILED, why=["TP2: rank 1 ended with 1"]),
@@ -184,38 +185,36 @@ def test_results_go_on_where_they_were_but_for_failures(tmp_path: Path) -> None:
         "4 of 5 recipes train; 3 are accepted, 2 fit, 1 ran, 1 equals one process"
     )
     results.write(path)
-    again = Results("gpt", "0.16.1")
+    again = Results("gpt", "0.18.2")
     again.resume(path)
     assert again.outcomes == {k: one for k, one in results.outcomes.items() if k != "d"}
-    with pytest.raises(ConfigError, match=r"results of gpt 0\.16\.1, these recipes are gpt 0\.17"):
-        Results("gpt", "0.17.1").resume(path)
+    with pytest.raises(ConfigError, match=r"results of gpt 0\.18\.2, these recipes are gpt 0\.19"):
+        Results("gpt", "0.19.2").resume(path)
     path.write_text('{"kind": "gpt"}')
     with pytest.raises(
-        ConfigError, match=r"has no results of recipes \(recipes .*\); give another --out"
+        ConfigError, match=r"has no results of recipes \(recipes .*\); give a file that --out"
     ):
         again.resume(path)
 
 
-def test_pages_hold_one_section_a_version(tmp_path: Path) -> None:
+def test_pages_hold_the_results_that_are_given_and_no_others(tmp_path: Path) -> None:
     for name in (pages.COUNTS_PAGE, pages.RECIPES_PAGE):
         (tmp_path / name).write_text(f"# Page of {{runs}}\n\n{pages.BEGIN}\n{pages.END}\n\nEnd.\n")
-    for version in ("0.17.1", "0.16.1", "0.17.1"):
-        pages.write(results_of(version), tmp_path)
+    pages.write([results_of("0.18.2")], tmp_path)
+    pages.write([results_of("0.19.2", "slim"), results_of("0.19.2")], tmp_path)
     counts = (tmp_path / pages.COUNTS_PAGE).read_text()
     assert counts.startswith("# Page of {runs}\n") and counts.endswith("\n\nEnd.\n")
     rows = [line for line in counts.splitlines() if line.startswith("| gpt ")]
-    assert rows == [
-        f"| gpt {version} | 5 | 4 | 3 | 2 | 1 | 1 |" for version in ("0.16.1", "0.17.1")
-    ]
+    assert rows == [f"| gpt 0.19.2 | `{p}` | 5 | 4 | 3 | 2 | 1 | 1 |" for p in ("hold", "slim")]
     recipes = (tmp_path / pages.RECIPES_PAGE).read_text()
     assert [line for line in recipes.splitlines() if line.startswith("## ")] == [
-        "## gpt 0.16.1", "## gpt 0.17.1",
+        "## gpt 0.19.2, hold", "## gpt 0.19.2, slim",
     ]  # fmt: skip
     assert "| `a` | equal | TP2 | needs a GPU; without `--fp8-format` |  |" in recipes
     assert "`--fim-data` does not work with `--wlb-packing`" in recipes
     (tmp_path / pages.COUNTS_PAGE).write_text("# Page\n")
     with pytest.raises(ConfigError, match="has no place for results"):
-        pages.write(results_of(), tmp_path)
+        pages.write([results_of()], tmp_path)
 
 
 def hang_with_a_child() -> int:
