@@ -37,7 +37,7 @@ def all_plans(config: Config, dp_size: int) -> list[StepPlan]:
     corpora = Corpora.open(config)
     cost = known_cost(config, 256)
     assert cost is not None
-    planner = make_planner(config, corpora, cost, dp_size)
+    planner = make_planner(config, corpora, cost, dp_size, num_epochs=2)
     plans = []
     while (plan := planner.next_plan()) is not None:
         plans.append(plan)
@@ -88,7 +88,6 @@ def settings(prefixes: list[Path], packing: str, **others: object) -> Config:
         pytest.importorskip("ortools")
     values = PACKINGS[packing] | {
         "data_path": tuple(map(str, prefixes)),
-        "wlb_epochs": 2,
         "split": "1",
         "seq_length": 4096,
         "hidden_size": 32,
