@@ -25,8 +25,15 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_wlb.errors import ConfigError
+
 INPUTS = "tokens", "labels", "loss_mask", "position_ids"
 """Each ``[micro-batch, window]``; every rank of a stage reads them for itself."""
+
+LEFT_OUT = (
+    "sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking",
+    "logits_load_dir", "per_dataset_sequences_path",
+)  # fmt: skip
 
 
 def loss_sum(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -52,6 +59,12 @@ def forward_step(batches: Iterator[Any], model: Callable[..., torch.Tensor]) -> 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Training, validation and test windows: Megatron's ``train_valid_test_dataset_provider``."""
     args = get_args()
+    for name in LEFT_OUT:
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} needs data or a loss that this script lacks; run the "
+                "pretrain_gpt.py of a Megatron-LM checkout, or give a --wlb-packing"
+            )
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
