@@ -108,10 +108,10 @@ def counting(runner, kind, method: str, number: Callable[[int, int], int]) -> It
 @contextlib.contextmanager
 def with_some_recomputed(runner) -> Iterator[None]:
     """Asserts that blocks recompute the micro-batches that are to be, and no others."""
-    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer import transformer_block
 
     num_chunks = len(runner.model.chunks)
-    with counting(runner, TransformerBlock, "_checkpointed_forward", lambda _, n: n * num_chunks):
+    with counting(runner, transformer_block, "checkpointed_forward", lambda _, n: n * num_chunks):
         yield
     assert all(gpt.config.recompute_granularity is None for gpt in runner.model.gpts)
 

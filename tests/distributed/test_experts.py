@@ -276,12 +276,12 @@ def test_a_router_of_another_kind_is_refused(gloo: GlooPool) -> None:
 
 def counted_while_measuring(config: Any) -> float:
     """What routers count while passes are timed: in biases, losses and their log."""
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     from megatron_wlb.runtime.measuring.measure import run_passes
 
     runner = build_runner(config, WORKLOAD)
-    tracker = moe_utils.get_moe_metrics_tracker().metrics
+    tracker = get_moe_metrics_tracker().metrics
     tracker.clear()
     assert min(run_passes(runner.model, [5, 11], WORKLOAD.vocab_size)) > 0
     logged = sum(float(one.values.abs().sum()) for one in tracker.values())

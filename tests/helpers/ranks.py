@@ -210,10 +210,10 @@ def train(
 
 def logged(num_micro_batches: float) -> dict[str, list[float]]:
     """The auxiliary losses of a step, as Megatron's log has them, and none for the next one."""
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-    tracker = moe_utils.get_moe_metrics_tracker()
-    tracker._sync_metrics([*tracker.metrics])
+    tracker = get_moe_metrics_tracker()
+    tracker._sync_metrics([*tracker.metrics], None)
     logged = {n: (one.values / num_micro_batches).tolist() for n, one in tracker.metrics.items()}
     tracker.metrics.clear()  # its own method keeps groups of processes that are gone
     return logged
