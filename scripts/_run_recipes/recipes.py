@@ -67,7 +67,7 @@ class Runner:
     limit_s: float
     spoil: str = ""
     packing: str = "hold"
-    _alone: dict[tuple[str, ...], Trained] = field(default_factory=dict)
+    _trained: dict[tuple[Any, ...], Trained] = field(default_factory=dict)
 
     @property
     def _ours(self) -> tuple[str, ...]:
@@ -127,9 +127,7 @@ class Runner:
             return said
 
     def _compare(self, scaled: Scaled, environment: Mapping[str, str], outcome: Outcome) -> None:
-        if scaled.alone not in self._alone:
-            self._alone[scaled.alone] = self._train("one process", scaled.alone, 1, environment)
-        expected = self._alone[scaled.alone]
+        expected = self._train("one process", scaled.alone, 1, environment)
         found = self._train(
             scaled.layout, scaled.words, scaled.num_processes, environment, self.spoil
         )
@@ -151,6 +149,19 @@ class Runner:
         spoil: str = "",
     ) -> Trained:
         """Raises :class:`FailedRunError` for a run that does not train all its steps."""
+        key = tuple(words), num_processes, spoil  # variables are for GPUs
+        if key not in self._trained:
+            self._trained[key] = self._run_anew(which, words, num_processes, environment, spoil)
+        return self._trained[key]
+
+    def _run_anew(
+        self,
+        which: str,
+        words: Sequence[str],
+        num_processes: int,
+        environment: Mapping[str, str],
+        spoil: str,
+    ) -> Trained:
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
             given = (*words, *self._ours, *HERE)
