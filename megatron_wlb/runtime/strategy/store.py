@@ -22,6 +22,8 @@ def groups_of(
     """Megatron's groups of the parameters of models, those of experts last, and which one each
     parameter is in; all ranks of the world call it together.
     """
+    if overrides is None:  # as get_megatron_optimizer does
+        overrides = megatron_optimizer.get_standard_config_overrides(config)
     groups = megatron_optimizer._get_param_groups(chunks, config, overrides)
     groups.sort(key=lambda group: bool(group["is_expert_parallel"]))
     numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
