@@ -49,6 +49,11 @@ _RANKS = {
 """Megatron's lists of ranks, and the groups that they are of."""
 
 
+_TWINS = ("_WITH_GTP_REMAT", "_WITH_EGTP")
+"""Ends of the names of groups that some have besides from 0.19 on, with the ranks that share the
+shards of a weight: here no others."""
+
+
 class ReplicaGroups:
     """The groups of one replica that this rank is in, as Megatron's globals."""
 
@@ -56,6 +61,8 @@ class ReplicaGroups:
         self.links = links
         """The communicators that slices need, where the replica runs them."""
         self._values = {f"_{name}": value for name, value in values.items()}
+        twins = {f"{n}{more}": v for n, v in self._values.items() for more in _TWINS}
+        self._values |= {name: v for name, v in twins.items() if hasattr(parallel_state, name)}
         for name in self._values:
             if not hasattr(parallel_state, name):
                 raise CompatibilityError(

@@ -24,7 +24,7 @@ def groups_of(
 
     Without ``overrides`` they are Megatron's own: biases and norms do not decay.
     """
-    if overrides is None:
+    if overrides is None:  # as get_megatron_optimizer does
         overrides = megatron_optimizer.get_standard_config_overrides(config)
     groups = megatron_optimizer._get_param_groups(chunks, config, overrides)
     groups.sort(key=lambda group: bool(group["is_expert_parallel"]))
