@@ -347,9 +347,6 @@ def _scale_batch(flags: _Flags, pp: int, dp: int) -> None:
     flags.put_if_given("--micro-batch-size", micro, SCALED)
     flags.put_if_given("--global-batch-size", batch, SCALED)
     first = batch
-    if "--rampup-batch-size" in flags.values:
-        first = batch // 2
-        flags.put("--rampup-batch-size", (str(first), str(first), str(first)), SCALED)
     if "--step-batch-size-schedule" in flags.values:
         first = batch // 2
         grown = first * flags.number("--seq-length", 1)

@@ -193,7 +193,7 @@ def test_install_happens_once_and_uninstall_restores_every_name(tmp_path: Path) 
 
 
 def repair_the_mode_that_runs_steps_twice() -> None:
-    """0.16.1 has two names for it, one in the flag; and its report raises."""
+    """Megatron has two names for it, one in the flag; and its report raises."""
     from megatron.core import rerun_state_machine as rerun
 
     mode, iterator = rerun.RerunMode.REPORT_DETERMINISM_STATS, rerun.RerunDataIterator

@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ConfigError.exit_code,
         ["unknown flag --num-layer; did you mean --num-layers?"],
     ),
-    "other-version": (  # 0.16.1 does not know it, and plans do not run with it in any
+    "other-version": (  # plans do not run with it in any
         {"sequence_packing_scheduler": "dp_balanced"},
         ConfigError.exit_code,
         ["--sequence-packing-scheduler", "does not work with --wlb-packing: it chooses which"],

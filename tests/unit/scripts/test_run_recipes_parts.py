@@ -140,10 +140,11 @@ def test_layers_fill_the_stages_that_the_recipe_has(flags: list[str], num_layers
 
 
 def test_ramp_of_the_batch_happens_within_the_steps() -> None:
-    ramp = ["--rampup-batch-size", "64", "64", "97656250", "--train-samples", "19531250"]
+    ramp = ["--step-batch-size-schedule", "0:64 97656250:128", "--train-samples", "19531250"]
     flags = scaled(*ramp)[1]
     batch = int(flags["--global-batch-size"][0])
-    assert flags["--rampup-batch-size"] == (str(batch // 2),) * 3
+    window = int(flags["--seq-length"][0])
+    assert flags["--step-batch-size-schedule"] == (f"0:{batch // 2} {batch // 2 * window}:{batch}",)
     assert flags["--train-samples"] == (str(batch // 2 + 2 * batch),)
 
 

@@ -19,6 +19,9 @@ from megatron_wlb.runtime.saving.newest import TRACKER
 from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
 from megatron_wlb.settings.command_line import parse
 
+# What Megatron's training loop says when imported without a GPU's libraries.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 
 def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     """A run that goes on from it would never write them."""
