@@ -297,14 +297,17 @@ class _Run(subprocess.Popen[str]):
     def _listen(self) -> None:
         name, log, told = self._to
         assert self.stdout is not None
-        for line in self.stdout:
-            if line.startswith(SAYS):
-                told.put((name, json.loads(line.removeprefix(SAYS))))
-            else:
-                log.write(f"{name}: {line}")
-                log.flush()
-                self.lines.append(line.strip())
-        told.put((name, None))
+        try:
+            for line in self.stdout:
+                before, says, said = line.partition(SAYS)  # another rank may be within a line
+                if says:
+                    told.put((name, json.loads(said)))
+                if before:
+                    log.write(f"{name}: {before.rstrip()}\n")
+                    log.flush()
+                    self.lines.append(before.strip())
+        finally:
+            told.put((name, None))
 
     def answer(self, what: Any) -> None:
         """Says what comes next."""
@@ -318,6 +321,9 @@ class _Run(subprocess.Popen[str]):
         self.terminate()
         self.wait()
         self._listener.join()
+        for pipe in filter(None, (self.stdin, self.stdout)):
+            with contextlib.suppress(BrokenPipeError):  # what it has not read
+                pipe.close()
 
 
 def make(

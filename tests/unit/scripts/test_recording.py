@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
-from _quickstart.recording import RecordedStep, Recording, cause, chained
+from _quickstart.recording import SAYS, RecordedStep, Recording, _Run, cause, chained
 from helpers.fuzz import RECORDING
 
 from megatron_wlb.cost.schedule.order import one_f_one_b, sliced
@@ -38,6 +40,16 @@ def test_recording_that_fails_names_each_error_or_the_last_lines() -> None:
     )
     assert cause(["[rank0]: File x", "[rank0]: KeyError: y", "b"]) == "[rank0]: KeyError: y"
     assert cause(["a", "b", "c", "d", "e", "f"]) == "b\nc\nd\ne\nf"
+
+
+def test_run_is_heard_within_another_ranks_line(tmp_path: Path) -> None:
+    told: Queue[Any] = Queue()
+    says = f"print('half', end=''); print({SAYS + '7'!r})"
+    with (tmp_path / "log").open("w") as log:
+        run = _Run("hold", [sys.executable, "-c", says], log, told)
+        heard = [told.get(timeout=60), told.get(timeout=60)]
+        run.end()
+    assert heard == [("hold", 7), ("hold", None)] and run.lines == ["half"]
 
 
 PP, CHAINS = 2, [[2, 1], [1]]
