@@ -65,7 +65,7 @@ def ask(
             f"Megatron-LM has not checked the arguments in {TIMEOUT_S:g} s; try again when the "
             "machine has less to do"
         ) from None
-    if done.returncode:
+    if done.returncode or not done.stdout:  # --help ends well, too
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["(no message)"]
         raise ConfigError(f"Megatron-LM fails at the arguments: {said[-1].strip()}; correct them")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
