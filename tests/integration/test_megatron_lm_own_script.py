@@ -48,9 +48,10 @@ def test_megatrons_own_script_is_known() -> None:
 CASES: dict[str, tuple[int, Flags]] = {
     "plans": (2, PP2 | {"wlb_packing": "hold"}),
     "windows": (2, PP2_VPP2),
-    "masks": (
-        1, {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True}
-    ),
+    "masks": (1, {
+        "eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True,
+        "vocab_size": ord("x") + 1,  # the last one ends documents, and is in the texts
+    }),
     "mock-data": (2, {"data_path": None, "mock_data": True}),
 }  # fmt: skip
 
