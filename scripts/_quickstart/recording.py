@@ -98,7 +98,7 @@ class RecordedStep:
     predicted_us: list[list[float]]
     """``[dp_size][num_micro_batches]``, forward plus backward of the whole model."""
     plan_us: float = 0.0
-    """What planning took on rank 0."""
+    """What rank 0 waited for its plan, which a thread of the run made ahead."""
     loss: float = 0.0
     imbalance: float = 1.0
     delay_steps: float = 0.0
