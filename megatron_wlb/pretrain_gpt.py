@@ -1,8 +1,9 @@
 """Stands in for Megatron-LM's ``pretrain_gpt.py`` where no checkout is at hand.
 
-megatron-core's wheel has Megatron's training loop from 0.19 on, but not this script. It gives the
-loop a GPT and windows of a corpus, as the checkout's does. ``python -m megatron_wlb.launch`` runs
-it when no script is named; ``torchrun … -m megatron_wlb.pretrain_gpt`` alone is stock Megatron.
+megatron-core's wheel has Megatron's training loop, but not this script, which needs that of 0.19
+or later. It gives the loop a GPT and windows of a corpus, as the checkout's does. ``python -m
+megatron_wlb.launch`` runs it when no script is named; ``torchrun … -m megatron_wlb.pretrain_gpt``
+alone is stock Megatron.
 
 Left out, as plans bring them or refuse them: FIM, fine-tuning and hybrid context parallelism on
 Megatron's own data, distillation and ModelOpt.
