@@ -74,7 +74,7 @@ def test_evaluation_beside_a_schedule_has_batches_of_its_own(corpus: Path, tmp_p
     flags = GROWING | PP2_VPP2 | {"data_path": corpus, "train_samples": 8, "eval_interval": 2}
     flags |= {"step_batch_size_schedule": "0:4", "eval_iters": 2}
     refused = launch(tmp_path, 2, flags).wait()
-    said = "the 1 micro-batches of a rank; these are steps of evaluation"
+    said = "these are steps of evaluation, of 1 windows"
     assert_refused(refused, ConfigError.exit_code, said, "give --eval-global-batch-size")
     ended = finish(launch(tmp_path, 2, flags | {"eval_global_batch_size": 2}))
     assert logged(ended, "global batch size") == ["4", "4"]

@@ -46,7 +46,7 @@ def test_slices_go_on_from_a_checkpoint_and_run_again(corpus: Path, tmp_path: Pa
     flags |= {"rerun_mode": "validate_results", "timing_log_level": 2, "iterations_to_skip": 2}
     whole = {"save": "ck", "save_interval": 4}  # not at 3, which is skipped
     finished = finish(launch(tmp_path, 2, flags | whole))
-    assert "forward-recv" in finished.output
+    assert "forward-backward ...." in finished.output
     resumed = {"load": "ck", "ckpt_step": 4, "wlb_metrics": "resumed"}
     finish(launch(tmp_path, 2, flags | resumed))
     expected = losses(tmp_path / "metrics")
