@@ -65,8 +65,6 @@ class Template:
     tokenize: Callable[[Conversation], tuple[Tokens, Tokens]]
     """Tokens, and as many targets: the same tokens, or a negative number where one is none. Raises
     anything for a conversation that it cannot take."""
-    eod: int | None
-    """What is appended where a conversation does not end so, and is a target; None: nothing."""
     pad: int | None
     """A token that is no target wherever it stands."""
     vocab_size: int
@@ -76,8 +74,6 @@ class Template:
     def document(self, conversation: Conversation) -> tuple[Tokens, npt.NDArray[np.bool_]]:
         """The tokens of a conversation, and which of them are targets."""
         tokens, targets = map(np.asarray, self.tokenize(conversation))
-        if self.eod is not None and (not len(tokens) or tokens[-1] != self.eod):
-            tokens, targets = np.append(tokens, self.eod), np.append(targets, self.eod)
         return tokens, (targets >= 0) & (targets != self.pad)
 
 

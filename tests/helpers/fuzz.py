@@ -328,7 +328,7 @@ def _conversations() -> None:
         tokens = np.array([ord(sign) % 256 for turn in conversation for sign in turn["content"]])
         return tokens, tokens - 100 * (tokens % 2)
 
-    prefix = conversation_corpus("conversations.jsonl", Template(tokenize, 0, 1, 256, "fuzz"))
+    prefix = conversation_corpus("conversations.jsonl", Template(tokenize, 1, 256, "fuzz"))
     Corpus.open(prefix)
 
 

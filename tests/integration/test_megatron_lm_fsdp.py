@@ -28,7 +28,7 @@ FSDP2: Flags = {"use_torch_fsdp2": True}
 def test_checkpoints_of_sharded_weights_are_those_of_one_process(tmp_path: Path) -> None:
     """Weights and Adam's state go either way, with clipping and an evaluation."""
     flags = UNTIED | {"save_interval": 2, "eval_interval": 2, "eval_iters": 1}
-    flags |= {"log_params_norm": True, "log_num_zeros_in_grad": True}
+    flags |= {"log_num_zeros_in_grad": True}
     sharded, saved = flags | FSDP2, {"save": "sharded", "wlb_metrics": "two"}
     two = finish(launch(tmp_path, 2, sharded | saved))
     one = finish(launch(tmp_path, 1, flags | {"save": "whole", "wlb_metrics": "one"}))
@@ -36,7 +36,6 @@ def test_checkpoints_of_sharded_weights_are_those_of_one_process(tmp_path: Path)
     # Printed as 5.542151E+00. Another order of sums changes the last digit by one.
     sharded_losses, whole_losses = (list(map(float, validations(run))) for run in (two, one))
     assert len(whole_losses) > 1 and sharded_losses == pytest.approx(whole_losses, abs=1.1e-6)
-    assert logged(two, "params norm") == logged(one, "params norm") != []
     assert logged(two, "num zeros") == logged(one, "num zeros") != []
     there = {"load": "sharded", "ckpt_step": 2, "wlb_metrics": "there"}
     finish(launch(tmp_path, 1, flags | there))

@@ -39,7 +39,7 @@ from trainer_runs import command_line, finish, losses, read_metrics
 
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.planning.from_config import known_cost, make_planner
-from megatron_wlb.settings.command_line import parse
+from megatron_wlb.planning.from_words import settings_of_script
 
 pytestmark = pytest.mark.launcher
 
@@ -236,7 +236,7 @@ def test_feature_is_another_run(name: str, alone: Alone) -> None:
 def numbers_of_steps(alone: Alone, layout: Flags) -> Iterator[int]:
     """Micro-batches of each step, where they are chosen."""
     flags = RUN | FEATURES["numbers"].flags | layout | {"data_path": alone.corpus}
-    config = parse(command_line(flags))
+    config = settings_of_script(command_line(flags))
     cost = known_cost(config, 256)
     assert cost is not None
     planner = make_planner(config, Corpora.open(config), cost, 1)

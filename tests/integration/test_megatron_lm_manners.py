@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ["--wlb-hardware", "none.yaml", "wlb profile"],
     ),
     "cost": (
-        {"wlb_cost": "none.json"},
+        {"wlb_cost": "none.json", "train_iters": 1},
         ConfigError.exit_code,
         ["--wlb-cost none.json", "give the path"],
     ),

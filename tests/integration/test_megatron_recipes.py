@@ -101,7 +101,7 @@ needs_tests = pytest.mark.skipif(
 )
 
 
-@pytest.mark.launcher
+@pytest.mark.checkout
 @needs_tests
 def test_every_recipe_is_read() -> None:
     read = [path for path in RECIPES if is_megatrons(path)]
@@ -113,7 +113,7 @@ def test_every_recipe_is_read() -> None:
         assert recipe.unresolved == (), path
 
 
-@pytest.mark.launcher
+@pytest.mark.checkout
 @pytest.mark.skipif(not SCRIPT.is_file(), reason=f"MEGATRON_LM_PATH has no {SCRIPT.name}")
 def test_recipes_become_the_arguments_that_megatrons_script_makes_of_them() -> None:
     chosen = awkward_recipes()
@@ -238,7 +238,7 @@ def test_what_is_not_given_is_megatrons_where_planning_reads_by_itself(
     assert one == other
 
 
-@pytest.mark.launcher
+@pytest.mark.checkout
 @needs_tests
 @pytest.mark.parametrize("name", IN_FP8)
 def test_megatrons_own_recipes_in_fp8_run_on_plans(megatron: Callable[..., Any], name: str) -> None:

@@ -7,10 +7,8 @@ import hashlib
 import itertools
 import logging
 import time
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -103,30 +101,10 @@ def _template(args: argparse.Namespace, tokenizer: Any) -> Template:
 
     return Template(
         tokenize,
-        tokenizer.eod if _appends_eod() else None,
         tokenizer.pad,
         int(tokenizer.vocab_size),
         _identity(args, tokenizer),
     )
-
-
-def _appends_eod() -> bool:
-    """Whether this Megatron-LM ends conversations that do not end by themselves."""
-    from megatron.training.datasets.sft_dataset import SFTDataset
-
-    given, eod = np.array([5, 6]), 7
-    asked = SimpleNamespace(tokenize_conversation=lambda *_, **__: (given, given), eod=eod, pad=0)
-    probe = SFTDataset.__new__(SFTDataset)
-    probe.dataset, probe.indices = [[{"role": "user", "content": ""}]], [0]
-    probe.config = SimpleNamespace(
-        tokenizer=asked,
-        sequence_length=8,
-        context_parallel_size=1,
-        reset_position_ids=False,
-        create_attention_mask=False,
-        reset_attention_mask=False,
-    )
-    return eod in probe[0]["tokens"].tolist()
 
 
 def _identity(args: argparse.Namespace, tokenizer: Any) -> str:
@@ -138,5 +116,5 @@ def _identity(args: argparse.Namespace, tokenizer: Any) -> str:
     content = to_str() if to_str else repr(sorted(inner.get_vocab().items()))
     said = [getattr(layer, name, None) for layer in layers for name in _DECIDE]
     sha = hashlib.sha256(content.encode())
-    sha.update(repr((tokenizer.eod, tokenizer.pad, said, _appends_eod())).encode())
+    sha.update(repr((tokenizer.eod, tokenizer.pad, said)).encode())
     return f"{args.sft_tokenizer_prompt_format} {sha.hexdigest()}"

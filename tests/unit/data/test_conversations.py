@@ -33,7 +33,7 @@ def tokenize(conversation: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray
     return np.array(tokens), np.array(targets)
 
 
-TEMPLATE = Template(tokenize, eod=254, pad=120, vocab_size=256, identity="bytes")
+TEMPLATE = Template(tokenize, pad=120, vocab_size=256, identity="bytes")
 
 
 def said(role: str, content: str) -> dict[str, str]:
@@ -69,14 +69,14 @@ def test_conversations_are_documents_with_targets(tmp_path: Path, name: str) -> 
     assert corpus.targets is not None
     for number, conversation in enumerate(split):
         tokens, targets = tokenize(conversation)
-        expected = [*tokens, 254]
+        expected = tokens.tolist()
         stored = corpus.tokens(number, 0, len(expected))
         assert stored.tolist() == expected
         trained = np.zeros(len(expected), bool)
         for start, stop, weight in corpus.targets.of(number):
             trained[start:stop] = weight == 1
-        # The end is a target; "x" (120) is the padding.
-        assert trained.tolist() == [*((targets >= 0) & (targets != 120)), True]
+        # "x" (120) is the padding.
+        assert trained.tolist() == [*((targets >= 0) & (targets != 120))]
 
 
 class Threads(Team):
@@ -249,8 +249,8 @@ def test_file_without_conversations_is_refused(tmp_path: Path) -> None:
     path.write_text("\n\n")
     with pytest.raises(CorpusError, match="has no conversations"):
         conversation_corpus(path, TEMPLATE)
-    small = dataclasses.replace(TEMPLATE, vocab_size=200)
-    with pytest.raises(CorpusError, match=r":1 becomes 18 tokens up to 254, .* has 200"):
+    small = dataclasses.replace(TEMPLATE, vocab_size=100)
+    with pytest.raises(CorpusError, match=r":1 becomes 17 tokens up to 120, .* has 100"):
         conversation_corpus(write(tmp_path / "chats.jsonl", LINES), small)
 
 
