@@ -49,9 +49,9 @@ class Layout(NamedTuple):
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
     # So long a window that what a micro-batch takes besides its documents is small.
-    "pp2": Layout("pipeline, PP=2", 16384, 4, 8, 55, 13.0, ("original", "hold", "slim"), PP2),
+    "pp2": Layout("pipeline, PP=2", 16384, 4, 8, 25, 12.0, ("original", "hold", "slim"), PP2),
     # Without a pipeline, slices have no bubble to fill.
-    "dp2": Layout("data-parallel, DP=2", 8192, 2, 28, 22, 1.5, ("original", "hold")),
+    "dp2": Layout("data-parallel, DP=2", 8192, 2, 28, 18, 1.5, ("original", "hold")),
 }
 
 

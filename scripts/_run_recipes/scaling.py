@@ -346,6 +346,7 @@ def _scale_batch(flags: _Flags, pp: int, dp: int) -> None:
     batch = 2 * max(group, pp) * dp * micro
     flags.put_if_given("--micro-batch-size", micro, SCALED)
     flags.put_if_given("--global-batch-size", batch, SCALED)
+    flags.put_if_given("--eval-global-batch-size", batch, SCALED)
     first = batch
     if "--step-batch-size-schedule" in flags.values:
         first = batch // 2

@@ -250,7 +250,7 @@ def test_file_without_conversations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="has no conversations"):
         conversation_corpus(path, TEMPLATE)
     small = dataclasses.replace(TEMPLATE, vocab_size=100)
-    with pytest.raises(CorpusError, match=r":1 becomes 17 tokens up to 120, .* has 100"):
+    with pytest.raises(CorpusError, match=r":1 becomes 17 tokens up to 252, .* has 100"):
         conversation_corpus(write(tmp_path / "chats.jsonl", LINES), small)
 
 
