@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
 from megatron_wlb.planning import guards as layout_guards
 from megatron_wlb.planning import strategy_run
@@ -142,6 +143,8 @@ def settle(args: argparse.Namespace, saved: Callable[[], Mapping[str, Any]] = di
     if config.wlb.wlb_loss is not None:
         load_loss(config.wlb.wlb_loss)
     num_ranks, alone = args.world_size, config
+    if config.wlb.wlb_strategies is None and config.wlb.wlb_cost not in ("analytic", "measured"):
+        read_cost(config.wlb.wlb_cost, "--wlb-cost")  # of which model is seen when it is built
     if config.wlb.wlb_strategies is not None:
         strategy_run.check(config)
         strategy_run.check_ranks(config, args.world_size)
