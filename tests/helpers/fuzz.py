@@ -198,7 +198,7 @@ def _texts(text: str) -> None:
 def _recipe(_: bytes) -> None:
     for number in (1, 2):
         recipe = read_recipe("recipe.yaml", {"DATA_PATH": "/data"}, run_number=number)
-        command = launch_command(recipe, "pretrain_gpt.py", ["--nnodes", str(recipe.num_nodes)])
+        command = launch_command(recipe, None, ["--nnodes", str(recipe.num_nodes)])
         " ".join(quoted(word, {"DATA_PATH"}) for word in command)
         assert recipe.devices_per_node > 0
         recipe.require_resolved()
