@@ -145,10 +145,10 @@ class Texts:
             for kind in range(len(study.LENGTHS))
         ]
         names = f"{folder}/trained", f"{folder}/held-out-{window}"
-        for name, numbers in zip(names, (range(first), np.concatenate(chosen)), strict=True):
+        for name, numbers in zip(names, (np.arange(first), np.concatenate(chosen)), strict=True):
             most = window if name == names[1] else whole.lengths.max()
             builder = megatron_indexed_dataset().IndexedDatasetBuilder(f"{name}.bin", np.uint16)
-            for number in map(int, numbers):
+            for number in numbers.tolist():
                 tokens = whole.tokens(number, 0, int(min(whole.lengths[number], most)))
                 builder.add_document(tokens, [len(tokens)])
             builder.finalize(f"{name}.idx")
