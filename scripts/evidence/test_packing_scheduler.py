@@ -41,6 +41,12 @@ install(data_schedule.scheduler_map)
 named = {getattr(key, "value", key): one for key, one in data_schedule.scheduler_map.items()}
 ours = named["dp_balanced"]
 assert ours is not theirs and issubclass(ours, theirs)
+calls = []
+run = ours.get_groups_and_subsamples
+def counted(self, samples):
+    calls.append(len(samples))
+    return run(self, samples)
+ours.get_groups_and_subsamples = counted
 """
 
 GROUPS = """
@@ -83,12 +89,6 @@ class Plugin:
     def pytest_collection_modifyitems(self, items):
         for item in items:
             item.module.torch = Answered()
-calls = []
-run = ours.get_groups_and_subsamples
-def counted(self, samples):
-    calls.append(len(samples))
-    return run(self, samples)
-ours.get_groups_and_subsamples = counted
 code = pytest.main(
     ["--noconftest", "-q", "-p", "no:cacheprovider", "-k", "wrap_dataloader and dp_balanced",
      "--rootdir", sys.argv[1], sys.argv[2]], plugins=[Plugin()],
@@ -129,12 +129,6 @@ groups = SimpleNamespace(
     pp=state.get_pipeline_model_parallel_group(), cp=state.get_context_parallel_group(),
 )
 assert bridge.global_batch_packing_enabled(config)
-calls = []
-run = ours.get_groups_and_subsamples
-def counted(self, samples):
-    calls.append(len(samples))
-    return run(self, samples)
-ours.get_groups_and_subsamples = counted
 packed, number, total, _ = bridge.wrap_data_iterator_for_global_batch_packing(
     iter([[sample(*one)] for one in enumerate(lengths)]), config, 16, groups
 )

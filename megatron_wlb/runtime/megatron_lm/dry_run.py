@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import Any
 
 from megatron_wlb import errors
 from megatron_wlb.errors import CompatibilityError, ConfigError, WLBError
+from megatron_wlb.launch import STAND_IN
 from megatron_wlb.settings.config import Config
 from megatron_wlb.simulator.forecast import Forecast, forecast
 
@@ -87,6 +89,8 @@ def answer(checkout: str, num_devices: int, flags: Sequence[str]) -> dict[str, A
     with _noted() as told:
         try:
             config = settings(flags, num_devices)
+            if not checkout:  # its script would run, if this Megatron has what it needs
+                importlib.import_module(STAND_IN)
             found = dataclasses.asdict(forecast(config, num_devices))
         except WLBError as error:
             return {"error": [type(error).__name__, str(error)]}
