@@ -71,7 +71,11 @@ def _fill(model: Any) -> None:
         for tensor in _sharded(model.sharded_state_dict(metadata=metadata)):
             generator = torch.Generator().manual_seed(zlib.crc32(tensor.key.encode()))
             whole = torch.empty(tensor.global_shape).normal_(0, _STD, generator=generator)
-            part = whole[tensor.global_slice()].reshape(tensor.data.shape)
+            shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+            place = (
+                slice(at, at + size) for at, size in zip(tensor.global_offset, shape, strict=True)
+            )
+            part = whole[tuple(place)].reshape(tensor.data.shape)
             if tensor.data.dim() == 1:  # biases and scales of norms keep their zeros and ones
                 part = part + tensor.data
             tensor.data.copy_(part)

@@ -177,6 +177,8 @@ _TORCH_CUDA: dict[str, Any] = {
     "memory_stats": lambda device=None: defaultdict(int),
 }
 
+_INFERENCE_LINEAR = "is_inference_column_parallel_linear"
+
 
 def installed() -> bool:
     """Whether this process runs under the emulation."""
@@ -250,6 +252,11 @@ def install() -> None:
     install_experts(_patches)
     module = "megatron.core.distributed.torch_fully_sharded_data_parallel"
     _patches.replace(module, "DeviceMesh", _MeshOfCpus)
+    from megatron.core.transformer import multi_token_prediction
+
+    # From 0.20 on; without TransformerEngine it compares with classes that are none, and raises.
+    if hasattr(multi_token_prediction, _INFERENCE_LINEAR):
+        _patches.replace(multi_token_prediction, _INFERENCE_LINEAR, _answer(False))
 
 
 def uninstall() -> None:
