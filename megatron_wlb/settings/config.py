@@ -163,7 +163,7 @@ class WlbConfig:
     wlb_loss: str | None = setting(
         None,
         "a Python file whose function `loss(log_probs, targets)` replaces cross-entropy "
-        "(docs/losses.md)",
+        "(docs/fine-tuning.md)",
     )
     wlb_mock_lengths: str | None = setting(
         None,

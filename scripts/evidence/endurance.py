@@ -251,9 +251,9 @@ def page_of(results: dict[str, Result | None]) -> str:
         "# Long tests: what ran, when, and what came of it",
         "",
         "Made by `scripts/evidence/endurance.py --out FOLDER --page docs/results/endurance.md`; do "
-        "not edit it by hand. The command runs all parts and takes hours; it goes on where it was cut "
-        "off. [tested.md](tested.md) says what each part does. All is *tested* on CPUs, with gloo; "
-        "other work shared the cores unless a part says otherwise.",
+        "not edit it by hand. The command runs all parts and takes hours; it goes on where it was "
+        "cut off. [tested.md](tested.md) says what each part does. All is *tested* on CPUs, with "
+        "gloo; other work shared the cores unless a part says otherwise.",
         "",
     ]
     if missing:
