@@ -21,6 +21,8 @@ MAX_LINES = 600
 MAY_IMPORT_MEGATRON = ("runtime", "strategies.run", "pretrain_gpt", "launch")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
+FORMER_PATHS = ("verl", "slime", "packing_scheduler")
+"""Of adapters; users' own scripts name them."""
 FLOORS = (
     ("errors", "interrupts", "files", "reading"),
     ("settings",),
@@ -28,7 +30,7 @@ FLOORS = (
     ("plan", "data"),
     ("planning", "simulator"),
     ("study", "api", "runtime"),
-    ("cli", "strategies", "adapters"),
+    ("cli", "strategies", "adapters", *FORMER_PATHS),
 )
 """From the ground up. Each imports from those before it alone, on its own floor too. Programs stand
 beside ``cli``, and the scripts above."""
