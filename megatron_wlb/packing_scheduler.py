@@ -1,4 +1,4 @@
-"""Where :mod:`megatron_wlb.adapters.packing_scheduler` was before; this path goes with the next release."""
+"""Where :mod:`megatron_wlb.adapters.packing_scheduler` was; the next release has it not."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Where :mod:`megatron_wlb.adapters.verl` was before; this path goes with the next release."""
+"""Where :mod:`megatron_wlb.adapters.verl` was; the next release has it not."""
 
 import warnings
 
