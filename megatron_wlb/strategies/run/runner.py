@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.replicas import Layout, Strategy
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
 from megatron_wlb.runtime.stepping.step import ForwardStep
+from megatron_wlb.strategies.plan.strategy import Layout, Strategy
 from megatron_wlb.strategies.run.buckets import Buckets
 from megatron_wlb.strategies.run.pieces import Piece, whole_pieces
 from megatron_wlb.strategies.run.replica import LocalReplica
