@@ -12,7 +12,8 @@ from unittest import mock
 from _quickstart.live_bytes import LiveBytes, step_bytes
 from torch.utils._python_dispatch import _disable_current_modes
 
-from helpers.ranks import build_runner, build_trainer, scatter_for
+from helpers.plans import scatter_for
+from helpers.ranks import build_runner, build_trainer
 from helpers.workload import make_workload
 from megatron_wlb.cost.slices import HOST, LAYERS
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan

@@ -25,7 +25,7 @@ from megatron_lm_runs import (
     launch,
     logged,
 )
-from trainer_runs import Flags, assert_refused, finish, losses, num_lines, tracked
+from rank_runs import Flags, assert_refused, finish, losses, num_lines, tracked
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.saving.checksums import seal_state, unseal_state

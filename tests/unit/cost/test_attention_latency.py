@@ -140,3 +140,10 @@ def test_analytic_attention_pays_for_whole_tiles():
     forward, backward = chunk(latency, 2**17, 2**17)
     assert forward == pytest.approx(2 * 32 * 128 * 2**34 / 400e6, rel=0.01)
     assert backward == BACKWARD_FLOPS * forward
+
+
+def test_tflops_count_exact_pairs():
+    known = profile(lambda q, k: 100.0)
+    flops = 4 * 4 * 64 * (64 * 128 - 64 * 63 / 2)
+    assert known.tflops(64, 128) == pytest.approx(flops / 100e6)
+    assert known.tflops(64, 128, backward=True) == pytest.approx(BACKWARD_FLOPS * flops / 300e6)

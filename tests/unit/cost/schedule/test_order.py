@@ -260,3 +260,8 @@ def test_lead_of_a_chain_grows_by_an_eighth_and_shrinks_by_a_quarter_of_a_forwar
     # The chain's 12 forwards precede its first backward, the 21st: 32 by then, 9/8 more each.
     assert forwards[:21] == [-(-(32 * 8 - 9 * (20 - at)) // 8) for at in range(21)]
     assert forwards[20:] == [min(52, -(-(32 * 8 + 6 * at) // 8)) for at in range(32)]
+
+
+def test_receive_order_refuses_a_rank_outside_the_pipeline():
+    with pytest.raises(ConfigError, match="pp_rank 4 is not below pp_size 4"):
+        receive_order(4, 1, 8, None, 4)
