@@ -26,7 +26,7 @@ def broken_batches(runner, change) -> Iterator[None]:
 
 def leak_one_boundary(runner):
     """The first two documents of one micro-batch see each other; positions stay right."""
-    from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
     from megatron_wlb.runtime.gpt.attention.kernels import Segments
 
     def leak(batch):
@@ -193,7 +193,7 @@ def forwards_then_backwards_in_order(pp_size: int, chains, _) -> list[list[Actio
 @contextlib.contextmanager
 def first_to_last_unguarded(runner) -> Iterator[None]:
     """Backward passes in the order of the forward ones, and nobody minds."""
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice, SliceStore
 
     with (
         with_order(forwards_then_backwards_in_order),
@@ -271,7 +271,7 @@ def take_another_documents_keys(runner) -> Iterator[None]:
 @contextlib.contextmanager
 def keep_chunks_together(runner) -> Iterator[None]:
     """Layers of another chunk find the keys of the first."""
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice
+    from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice
 
     name = property(lambda run: (run.slice.document, 0))
     with mock.patch.object(LayerSlice, "_name", name):
@@ -357,7 +357,7 @@ def send_the_tokens_beside(runner) -> Iterator[None]:
 
 def take_ranks_in_another_order(runner: Any) -> Any:
     """Each rank has the other's latents for its own."""
-    from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
+    from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 
     right = DocumentLatentAttention.expand
 
