@@ -10,7 +10,6 @@ from unittest import mock
 
 from helpers.within import experts_of
 from megatron_wlb.cost.schedule.order import Action, one_f_one_b
-from megatron_wlb.plan import StepPlan
 
 
 @contextlib.contextmanager
@@ -108,11 +107,6 @@ def shift_each_document(runner):
     return with_positions(runner, lambda positions, lengths: positions + 1)
 
 
-def never_reset_positions(runner):
-    # Modulo the rows of the learned table.
-    return with_positions(runner, lambda p, lengths: (p * 0 + 1).cumsum(0).sub(1) % 64)
-
-
 @contextlib.contextmanager
 def mean_of_means(runner) -> Iterator[None]:
     """Each micro-batch is divided by its own tokens, and not all by those of the step."""
@@ -140,17 +134,6 @@ def drop_a_micro_batch(runner):
         return batch
 
     return broken_batches(runner, drop)
-
-
-def train_last_tokens(runner):
-    """Tokens without a label count in the loss, padding too."""
-
-    def unmask(batch):
-        if batch.loss_mask is None:
-            return batch
-        return dataclasses.replace(batch, loss_mask=batch.loss_mask * 0 + 1)
-
-    return broken_batches(runner, unmask)
 
 
 @contextlib.contextmanager
@@ -205,54 +188,6 @@ def first_to_last_unguarded(runner) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reduce_one_backward_early(runner) -> Iterator[None]:
-    """Gradients are reduced in the last backward but one, from the second step on.
-
-    In the first step Megatron counts a parameter's gradients from there on, and so would wait for
-    the last one in each later step.
-    """
-    from megatron_wlb.runtime.stepping import executor
-
-    config, backward = runner.model.config, executor.schedules.backward_step
-    no_sync, left, num_steps = config.no_sync_func, 0, 0
-    entered = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def shorter():
-        nonlocal num_steps
-        num_steps += 1
-        with entered:
-            entered.enter_context(no_sync())
-            yield
-
-    def run(plan: StepPlan, **options):
-        nonlocal left
-        left = len(plan.micro_batches[runner.model.groups.dp.rank()])
-        return right(plan, **options)
-
-    def early(*args):
-        nonlocal left
-        left -= 1
-        is_early = left == 1 and num_steps > 1
-        if is_early:
-            entered.close()
-        gradients = backward(*args)
-        if is_early:  # on a busy machine the reduction could begin after the last backward
-            for chunk in runner.model.chunks:
-                for bucket_group in chunk.bucket_groups:
-                    bucket_group.grad_reduce_handle.wait()
-        return gradients
-
-    right = runner.run
-    with (
-        mock.patch.object(config, "no_sync_func", shorter),
-        mock.patch.object(runner, "run", run),
-        mock.patch.object(executor.schedules, "backward_step", early),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def take_another_documents_keys(runner) -> Iterator[None]:
     """The last slice of each document looks for keys under another document's name."""
     store = runner.batches.slices
@@ -268,34 +203,11 @@ def take_another_documents_keys(runner) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def keep_chunks_together(runner) -> Iterator[None]:
-    """Layers of another chunk find the keys of the first."""
-    from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice
-
-    name = property(lambda run: (run.slice.document, 0))
-    with mock.patch.object(LayerSlice, "_name", name):
-        yield
-
-
 class Done:
     """A collective that has nothing to wait for."""
 
     def wait(self) -> None:
         pass
-
-
-@contextlib.contextmanager
-def gather_nothing(runner) -> Iterator[None]:
-    """Each rank takes its own keys for those of all others."""
-    from megatron_wlb.runtime.gpt.attention import context_parallel
-
-    def own_only(out, given, group, async_op):
-        out.copy_(given.repeat(group.size(), *[1] * (given.dim() - 1)))
-        return Done()
-
-    with mock.patch.object(context_parallel, "_all_gather", own_only):
-        yield
 
 
 @contextlib.contextmanager
@@ -321,38 +233,9 @@ def without_what_others_give(runner) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keep_rows_of_another_rank(runner) -> Iterator[None]:
-    from megatron_wlb.runtime.gpt.attention.divided import Rows
-
-    right = Rows.keep
-
-    def wrong(self, whole, share):
-        right(self, whole.roll(1, 0), share)
-
-    with mock.patch.object(Rows, "keep", wrong):
-        yield
-
-
-@contextlib.contextmanager
 def reach_one_key_further(runner) -> Iterator[None]:
     runner.batches.reach_tokens += 1
     yield
-
-
-@contextlib.contextmanager
-def send_the_tokens_beside(runner) -> Iterator[None]:
-    from megatron_wlb.runtime.gpt.attention import context_parallel
-
-    right = context_parallel.KeyGather.of
-
-    def wrong(layout, *args, **options):
-        gather = right(layout, *args, **options)
-        if gather.sent is None:
-            return gather
-        return dataclasses.replace(gather, sent=(gather.sent + 1) % len(layout.tokens))
-
-    with mock.patch.object(context_parallel.KeyGather, "of", wrong):
-        yield
 
 
 def take_ranks_in_another_order(runner: Any) -> Any:
@@ -368,14 +251,6 @@ def take_ranks_in_another_order(runner: Any) -> Any:
         for layer in gpt.decoder.layers:
             attention = layer.self_attention
             attention.core_attention.expand = wrong.__get__(attention)
-    return contextlib.nullcontext()
-
-
-def add_up_norms(runner: Any) -> Any:
-    """The gradient of queries' norm is added up over tensor-parallel ranks, as in Megatron."""
-    for name, parameter in runner.model.gpts[0].named_parameters():
-        if "q_layernorm" in name:
-            parameter.average_gradients_across_tp_domain = False
     return contextlib.nullcontext()
 
 
@@ -453,14 +328,6 @@ def with_tokens(runner: Any, change: Callable[[Any], Any]) -> Any:
         return finish(dataclasses.replace(made, packed_seq_params=params))
 
     return mock.patch.object(runner.batches, "finish", finish_broken)
-
-
-def take_documents_for_one(runner: Any) -> Any:
-    def join(tokens: Any) -> Any:
-        is_padding = tokens.documents == tokens.num_documents
-        return dataclasses.replace(tokens, documents=is_padding.long(), num_documents=1)
-
-    return with_tokens(runner, join)
 
 
 def count_on_each_replica(runner: Any) -> Any:
