@@ -86,7 +86,7 @@ def launch(script: str | None, flags: Sequence[str]) -> None:
         from megatron_wlb.runtime.emulation import cpu
 
         if cpu.device_for(wlb.wlb_device) == "cpu":
-            from megatron_wlb.runtime.megatron_lm import cpu as megatron_lm_cpu
+            from megatron_wlb.runtime.megatron_lm import cpu_loop as megatron_lm_cpu
 
             megatron_lm_cpu.install()
         if plans or _asks_for_help(flags):

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from megatron_wlb.cli import inputs, plan_strategies
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, Model, read_model
@@ -38,9 +38,10 @@ from megatron_wlb.files import write_text
 from megatron_wlb.plan.sharding.select import MODES, Mode
 from megatron_wlb.planning.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import Run, title
-from megatron_wlb.planning.strategy_run import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.strategies import plan_strategies
+from megatron_wlb.strategies.plan.strategy_run import check_shape
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain, steps_of
 from megatron_wlb.study.compare import WARM_UP_STEPS

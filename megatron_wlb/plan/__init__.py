@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.plan.replicas import Strategy
 from megatron_wlb.plan.sharding.shard import Sharding
-from megatron_wlb.plan.strategy.layout import Strategy
-from megatron_wlb.plan.targets import Runs, checked, weight_of
+from megatron_wlb.plan.target_runs import Runs, checked, weight_of
 from megatron_wlb.reading import MAX_COUNT, MAX_SIZE, shown
 
 

@@ -31,7 +31,7 @@ def kept_after_steps() -> list[int]:
     from helpers.ranks import build_runner, scatter_for
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
 
     config = parse(FLAGS.split())
     workload = make_workload([[8, 30, 5, 9]] * 3, vocab_size=59)

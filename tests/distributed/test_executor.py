@@ -293,7 +293,7 @@ def forwards_then_backwards_in_order(pp_size: int, chains, _) -> list[list[Actio
 @contextlib.contextmanager
 def first_to_last_unguarded(runner) -> Iterator[None]:
     """Backward passes in the order of the forward ones, and nobody minds."""
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice, SliceStore
 
     with (
         with_order(forwards_then_backwards_in_order),
@@ -431,7 +431,7 @@ def test_lengths_that_differ_from_the_plan_are_found(gloo: GlooPool) -> None:
 @contextlib.contextmanager
 def keep_chunks_together(runner) -> Iterator[None]:
     """Layers of another chunk find the keys of the first."""
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice
+    from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice
 
     name = property(lambda run: (run.slice.document, 0))
     with mock.patch.object(LayerSlice, "_name", name):

@@ -72,7 +72,7 @@ def test_latents_compute_what_one_process_does(
 
 def take_ranks_in_another_order(runner: Any) -> Any:
     """Each rank has the other's latents for its own."""
-    from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
+    from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 
     right = DocumentLatentAttention.expand
 
@@ -99,10 +99,10 @@ def count_positions_over_documents(runner: Any) -> Any:
 
 def add_up_own_heads_alone(runner: Any) -> Any:
     """The shared key's gradient is of a tensor-parallel rank's own heads, as in Megatron."""
-    from megatron_wlb.runtime.gpt.attention import latent
+    from megatron_wlb.runtime.gpt.attention import latent_attention
 
     return mock.patch.object(
-        latent, "copy_to_tensor_model_parallel_region", lambda rows, group: rows
+        latent_attention, "copy_to_tensor_model_parallel_region", lambda rows, group: rows
     )
 
 

@@ -163,7 +163,7 @@ def broken_batches(runner, change) -> Iterator[None]:
 
 def leak_one_boundary(runner):
     """The first two documents of one micro-batch see each other; positions stay right."""
-    from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
     from megatron_wlb.runtime.gpt.attention.kernels import Segments
 
     def leak(batch):

@@ -175,7 +175,7 @@ def test_model_is_megatrons_own(
 
 def turn_halves() -> None:
     """Turns channels i and i + n ÷ 2 of a latent's head together: Megatron turns 2i and 2i + 1."""
-    from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
+    from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 
     rotated = DocumentLatentAttention._rotated
 

@@ -83,8 +83,8 @@ MODELS: dict[str, tuple[Flags, tuple[str, ...]]] = {
 
 def other_strategy_each_step() -> None:
     """Lets each step have the strategy after the one before, and not the fastest one."""
-    from megatron_wlb.planning import assign
-    from megatron_wlb.planning.dispatch import StepDocuments
+    from megatron_wlb.planning.balance import assign
+    from megatron_wlb.planning.balance.dispatch import StepDocuments
 
     plans = assign.StrategyPlanner.next_plan
 

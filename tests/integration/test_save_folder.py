@@ -32,7 +32,7 @@ SAVING: Flags = {"save": "run", "load": "run", "exit_signal_handler": True}
 
 def slow() -> None:
     """Leaves processor time to the runs beside this one."""
-    from megatron_wlb.runtime.measuring.metrics import MetricsFile
+    from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile
 
     write = MetricsFile.write
 

@@ -12,7 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat import hooks
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -24,7 +24,7 @@ CONSTRAINTS = dict(
 
 
 def test_megatron_is_the_tested_version_everywhere() -> None:
-    assert targets.VERSIONS[CONSTRAINTS["megatron-core"]].tested
+    assert hooks.VERSIONS[CONSTRAINTS["megatron-core"]].tested
     assert '--no-deps "$(grep ^megatron-core== constraints.txt)" .\n' in DOCKERFILE
 
 
@@ -73,6 +73,6 @@ def test_hadolint_finds_nothing() -> None:
 def test_package_takes_every_known_megatron_core() -> None:
     (asked,) = re.findall(r'"megatron-core(.*)"', (ROOT / "pyproject.toml").read_text())
     taken = SpecifierSet(asked)
-    assert all(version in taken for version in targets.VERSIONS)
-    newest = Version(list(targets.VERSIONS)[-1])
+    assert all(version in taken for version in hooks.VERSIONS)
+    newest = Version(list(hooks.VERSIONS)[-1])
     assert "0.17.1" not in taken and f"{newest.major}.{newest.minor + 1}.0" not in taken

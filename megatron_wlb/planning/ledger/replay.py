@@ -7,14 +7,14 @@ import dataclasses
 from megatron_wlb.cost import cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.planning.assign import StrategyPlanner
+from megatron_wlb.planning.balance.assign import StrategyPlanner
 from megatron_wlb.planning.from_config import make_planner
 from megatron_wlb.planning.guards import check_ranges
-from megatron_wlb.planning.ledger.audit import History, Start
+from megatron_wlb.planning.ledger.history import History, Start
 from megatron_wlb.planning.planner import Planner
-from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import from_flat
+from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 
 def replay(history: History) -> int:

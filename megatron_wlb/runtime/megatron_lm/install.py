@@ -1,6 +1,6 @@
 """Puts plans into Megatron-LM's training loop: one explicit call, undone by another.
 
-Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.compat.targets`
+Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.compat.hooks`
 with the parameters counted on; a missing or changed one is an error that names the Megatron
 version.
 """
@@ -18,15 +18,14 @@ from typing import Any
 from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
 from megatron_wlb.planning import guards as layout_guards
-from megatron_wlb.planning import strategy_run
-from megatron_wlb.runtime.compat import script, targets
+from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.gpt import prediction
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
-    cpu,
+    cpu_loop,
     fsdp,
     log,
     refusals,
@@ -34,7 +33,6 @@ from megatron_wlb.runtime.megatron_lm import (
     schedule,
 )
 from megatron_wlb.runtime.megatron_lm.session import Session
-from megatron_wlb.runtime.megatron_lm.strategy_session import StrategySession
 from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.ranks import agreement, watchdog
 from megatron_wlb.runtime.saving import unpickling
@@ -46,6 +44,8 @@ from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.packings import CHOSEN
 from megatron_wlb.simulator.choose import settled
+from megatron_wlb.strategies.plan import strategy_run
+from megatron_wlb.strategies.run.strategy_session import StrategySession
 
 _patches = PatchSet()
 _installed = False
@@ -71,7 +71,7 @@ def install(*, allow_untested: bool = False) -> None:
     global _installed
     if _installed:
         return
-    targets.check(allow_untested=allow_untested)
+    hooks.check(allow_untested=allow_untested)
     try:
         from megatron.training import training
 
@@ -108,7 +108,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     """
     if not getattr(args, "fake_process_group", False):
         agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
-    refusals.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
+    refusals.check(args, list(cpu_loop.refusals(args)) if emulation.installed() else ())
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
     if not elsewhere and args.load is not None and "://" not in args.load:
         if error := missing_load(args.load, args.save):
@@ -214,7 +214,7 @@ def _set_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
         lock_folder(save)
     if isinstance(_session, StrategySession):
-        kwargs = dict(targets.adapter().with_provider(kwargs))
+        kwargs = dict(hooks.adapter().with_provider(kwargs))
     built = original(*args, **kwargs)
     _session.take_model(built[0])
     return built

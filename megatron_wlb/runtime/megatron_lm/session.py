@@ -43,9 +43,9 @@ from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
 from megatron_wlb.runtime.megatron_lm.chunks import install as install_chunks
 from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
-from megatron_wlb.runtime.megatron_lm.conversations import with_conversations
+from megatron_wlb.runtime.megatron_lm.fim import with_middles
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
-from megatron_wlb.runtime.megatron_lm.middles import with_middles
+from megatron_wlb.runtime.megatron_lm.sft import with_conversations
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.agreement import of_corpora, of_state
 from megatron_wlb.runtime.saving.ledger import open_ledger

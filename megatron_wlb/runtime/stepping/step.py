@@ -33,7 +33,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planning.from_config import run_of
-from megatron_wlb.runtime.gpt.attention.core import model_reach
+from megatron_wlb.runtime.gpt.attention.document_attention import model_reach
 from megatron_wlb.runtime.gpt.build import Model, has_head_start
 from megatron_wlb.runtime.gpt.prediction import take_losses
 from megatron_wlb.runtime.ranks import watchdog

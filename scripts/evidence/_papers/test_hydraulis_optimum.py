@@ -18,9 +18,9 @@ from _papers.hydraulis_optimum import (
     one_step,
     trials,
 )
-from megatron_wlb.plan.strategy.layout import Scheme
-from megatron_wlb.planning.assign import bins_of
-from megatron_wlb.planning.dispatch import StepDocuments, dispatch
+from megatron_wlb.plan.replicas import Scheme
+from megatron_wlb.planning.balance.assign import bins_of
+from megatron_wlb.planning.balance.dispatch import StepDocuments, dispatch
 
 LENGTHS = (9000, 7500, 6100, 4000, 3300, 2100, 1500, 900, 350)
 SPACE = space_of(Case("7b", 16), "a800")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import (
+from megatron_wlb.cost.attention_latency import (
     BACKWARD_FLOPS,
     AnalyticAttention,
     AttentionProfile,

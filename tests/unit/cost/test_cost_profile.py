@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.profile import Sample, fit_document_cost
+from megatron_wlb.cost.fit import Sample, fit_document_cost
 from megatron_wlb.errors import ConfigError
 
 LENGTHS = [128, 512, 2048, 8192, 32768, 131072]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_wlb.cost import DocumentCost, Parallelism, load_hardware
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.attention import filled, key_parts
+from megatron_wlb.cost.attention_latency import filled, key_parts
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.slices import PrefixCosts

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost import AnalyticModel, DocumentCost, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.attention import AnalyticAttention, SlidingAttention, pairs_in_reach
+from megatron_wlb.cost.attention_latency import AnalyticAttention, SlidingAttention, pairs_in_reach
 from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.execution import Execution
-from megatron_wlb.cost.profile import Sample, fit_document_cost
+from megatron_wlb.cost.fit import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import ProfiledCost, Row, check_model, model_identity

@@ -22,8 +22,8 @@ import torch
 
 from megatron_wlb.plan.sharding import RankLayout
 from megatron_wlb.runtime.gpt.attention.kernels import Demand, Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, join
-from megatron_wlb.runtime.gpt.attention.kernels.choose import Problem, problems
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
+from megatron_wlb.runtime.gpt.attention.kernels.selection import Problem, problems
 from megatron_wlb.runtime.ranks.transfer import to_device
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from helpers.strategies import reference_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import AnalyticAttention, pairs
+from megatron_wlb.cost.attention_latency import AnalyticAttention, pairs
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.plan.sharding.select import MAX_CHUNKS, MIN_THRESHOLDS, MODES

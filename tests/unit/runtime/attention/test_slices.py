@@ -16,7 +16,11 @@ from megatron_wlb.plan import Document, Span
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
-from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore, slice_attention
+from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    LayerSlice,
+    SliceStore,
+    slice_attention,
+)
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 CUTS = [(0, 1, 64, 65, 90), (0, 89, 90), (0, 30, 45, 90)]
@@ -116,7 +120,7 @@ def assert_equal(
 def test_parts_of_the_rows_before_are_joined(
     cuts: Sequence[int], again: bool, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = "megatron_wlb.runtime.gpt.attention.slices"
+    where = "megatron_wlb.runtime.gpt.attention.slice_attention"
     monkeypatch.setattr(f"{where}.TILE", 16)
     monkeypatch.setattr(f"{where}.key_parts", lambda blocks, processors: num_parts)
     given = Sliced(cuts, kernel=torch_cpu_varlen, again=again, joined_from=1)

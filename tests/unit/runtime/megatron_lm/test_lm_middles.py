@@ -12,7 +12,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.middles import Middles, RewrittenCorpus
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.runtime.megatron_lm.middles import with_middles
+from megatron_wlb.runtime.megatron_lm.fim import with_middles
 
 SPECIAL = ("<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file>")
 FLAGS: dict[str, Any] = {

@@ -27,10 +27,10 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     torch_cpu,
     torch_varlen,
 )
-from megatron_wlb.runtime.gpt.attention.kernels import choose as choose_module
-from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
-from megatron_wlb.runtime.gpt.attention.kernels.choose import Candidate, check_dropout
+from megatron_wlb.runtime.gpt.attention.kernels import selection as choose_module
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.selection import Candidate, check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 CPU = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)

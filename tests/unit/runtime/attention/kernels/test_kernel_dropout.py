@@ -14,9 +14,9 @@ from test_choose import CPU, HOPPER
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES, Segments, choose_kernel
-from megatron_wlb.runtime.gpt.attention.kernels import choose as choose_module
-from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
+from megatron_wlb.runtime.gpt.attention.kernels import selection as choose_module
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.selection import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 DROPPING = replace(CPU, dropout=0.1)

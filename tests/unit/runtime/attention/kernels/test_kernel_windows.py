@@ -20,8 +20,8 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     check_kernel,
     choose_kernel,
 )
-from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import BLOCK_TOKENS, build, sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.selection import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 WINDOW = Demand(torch.device("cpu"), torch.float32, 4, 2, 16, reach_tokens=3)
