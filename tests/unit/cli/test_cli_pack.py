@@ -251,7 +251,7 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("corpus --max-windows 0.5", 2, "--max-windows is 0.5; give at least 1"),
         ("corpus --window 1", 2, "--window is 1; give at least 2"),
         ("corpus --window 9999999999", 2, "--window is 9999999999; give at most 268435456"),
-        ("corpus --num-micro-batches 4,x", 2, "--num-micro-batches 4,x is no list of whole"),
+        ("corpus --num-micro-batches 4,x", 2, "--num-micro-batches 4,x is not a list of whole"),
         ("corpus --num-micro-batches ,", 2, "--num-micro-batches names none"),
         ("corpus --steps 0", 2, "--steps is 0; give at least 1"),
         ("corpus --seed -1", 2, "--seed is -1; give at least 0"),
