@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_wlb.data.targets import write_targets
     from megatron_wlb.errors import WLBError
     from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-    from megatron_wlb.planning.packing import PackingMetrics
+    from megatron_wlb.planning.packing.metrics import PackingMetrics
     from megatron_wlb.runtime.trainer.sample_trainer import SampleTrainer
     from megatron_wlb.simulator.step_timeline import StepTimeline
 
