@@ -259,7 +259,7 @@ def _of_mapping(content: dict[str, Any]) -> tuple[Strategy, ...]:
     cluster = Cluster(*(whole_number(name, content[name], 1, MOST_DEVICES) for name in names[:2]))
     texts = listed("strategies", content["strategies"])
     if not texts:
-        raise ConfigError(f"strategies are none; {_EXAMPLE}")
+        raise ConfigError(f"there are no strategies; {_EXAMPLE}")
     return tuple(Strategy.parse(str(text), cluster) for text in texts)
 
 

@@ -145,7 +145,7 @@ class StrategyRunner:
         links = None if plan.strategy is None else self._links.get(plan.strategy.key)
         if links is None:
             raise PlanError(
-                f"step {plan.step} is for strategy {plan.strategy}, which is none of this run's "
+                f"step {plan.step} is for strategy {plan.strategy}, which is not one of this run's "
                 f"{len(self._links)}; plan with those of --wlb-strategies"
             )
         local = links.replica

@@ -416,7 +416,7 @@ def _notes(effort: Effort) -> Sequence[str]:
         "parameters runs beside the passes, unless a row says otherwise.",
         f"- {effort.steps} iterations of each seed. Brackets are the lowest and highest seed.",
         "- Here strategies are planned and simulated. The launcher runs them "
-        "([how](strategies.md)).",
+        "([how](../strategies.md)).",
         "- `scripts/evidence/reproduce_paper.py --paper hydraulis --only KEY --out FOLDER` makes "
         f"one section alone: {', '.join(f'`{key}`' for key in HYDRAULIS.makers)}.",
     ]
