@@ -11,7 +11,7 @@ from typing import Any
 
 EXTENSIONS = {
     # --wlb-strategies, wlb plan --strategies: a megatron_wlb.planning.extension.Extension
-    "strategies": "megatron_wlb.strategies.extension:Strategies",
+    "strategies": "megatron_wlb.strategies.entry:Strategies",
     # --wlb-packing auto
     "settled": "megatron_wlb.simulator.choose:settled",
     # --wlb-shape on, --wlb-micro-batches auto: a megatron_wlb.planning.planner.Shaping

@@ -49,7 +49,7 @@ from megatron_wlb.planning.ledger.standing import Standing
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
-from megatron_wlb.reading import read_pattern
+from megatron_wlb.reading import parse_mapping, read_pattern
 from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile
 from megatron_wlb.runtime.saving import checksums, lock, newest, state_file
 from megatron_wlb.settings.command_line import parse

@@ -44,7 +44,7 @@ INSIDE = {
         "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
         "rank_main", "measuring", "trainer", "megatron_lm",
     ),
-    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "extension"),
+    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "entry"),
 }  # fmt: skip
 """The order inside a folder. The dots are all that it does not name."""
 PLANNING = (*LAYERS[: LAYERS.index("runtime")], "strategies.plan")
