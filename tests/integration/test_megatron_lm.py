@@ -27,7 +27,7 @@ from megatron_lm_runs import (
     run_without_launcher,
     validations,
 )
-from trainer_runs import (
+from rank_runs import (
     Finished,
     Flags,
     assert_refused,

@@ -20,7 +20,7 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
 )
-from trainer_runs import assert_refused, finish, losses, read_metrics
+from rank_runs import assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CheckpointError, CorpusError

@@ -22,7 +22,7 @@ from megatron_lm_runs import (
     run_without_launcher,
     validations,
 )
-from trainer_runs import finish, losses, read_metrics, start
+from rank_runs import finish, losses, read_metrics, start
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.measure_cost import main as measure_cost
