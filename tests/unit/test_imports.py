@@ -38,7 +38,7 @@ beside ``cli``, and the scripts above."""
 LAYERS = (*(layer for floor in FLOORS for layer in floor), *FORMER_PATHS)
 INSIDE = {
     "cost": ("schedule", ...),
-    "plan": ("sharding", "replicas", "target_runs"),
+    "plan": ("sharding", "target_runs"),
     "planning": ("packing", "planner", ..., "ledger"),
     "runtime": (
         "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
