@@ -39,7 +39,8 @@ from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
 from megatron_wlb.planning.from_config import Split
-from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.metrics import PackingMetrics
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.extensions import load
 from megatron_wlb.planning.plan_ahead import Plans
 from megatron_wlb.settings.config import Config
+
+if TYPE_CHECKING:
+    from megatron_wlb.data.length_source import LengthSource
 
 
 class Extension(Protocol):

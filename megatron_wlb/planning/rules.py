@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.ramp import SCHEDULE, Ramp
 from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.extensions import load
 from megatron_wlb.planning.from_config import batch
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.planning.packing import check_numbers, check_shaping, kind_of
@@ -333,7 +333,7 @@ GENERAL: Rules = (
         "it stands for a corpus, and --data-path names one", _LEAVE_ONE),
     Rule("wlb_mock_lengths", lambda f, v: v is not None and not f.mock_data,
         "it counts only with --mock-data", "give that too, or leave it out"),
-    Attempt(lambda f: f.mock_data and f.wlb_mock_lengths and LengthSource.named(f.wlb_mock_lengths),
+    Attempt(lambda f: load("mock data").source(f.wlb_mock_lengths) if f.mock_data else None,
         "--wlb-mock-lengths: "),
     Attempt(lambda f: load_hardware(f.wlb_hardware), "--wlb-hardware: "),
 )  # fmt: skip

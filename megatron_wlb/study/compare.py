@@ -21,7 +21,8 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.sharding.select import Mode, Prediction
 from megatron_wlb.plan.sharding.shard import Kind
-from megatron_wlb.planning.packing import Meter, PackingMetrics, PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.metrics import Meter, PackingMetrics
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.simulator.step import Simulator

@@ -14,7 +14,8 @@ from megatron_wlb.cost import CostModel
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.packing import Meter, Packer, PackingMetrics, PackingSettings
+from megatron_wlb.planning.packing import Packer, PackingSettings
+from megatron_wlb.planning.packing.metrics import Meter, PackingMetrics
 from megatron_wlb.planning.planner import Slicing
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.simulator.step import Simulator, slowest_us

@@ -13,7 +13,7 @@ from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, EXPERTS, PP2, launch, validations
 from rank_runs import Flags, finish, losses, read_metrics
 
-from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.build_corpus import build_corpus
 
 pytestmark = pytest.mark.launcher
 

@@ -38,13 +38,13 @@ beside ``cli``, and the scripts above."""
 LAYERS = (*(layer for floor in FLOORS for layer in floor), *FORMER_PATHS)
 INSIDE = {
     "cost": ("schedule", ...),
-    "plan": ("sharding", "replicas", "target_runs"),
+    "plan": ("sharding", "target_runs"),
     "planning": ("packing", "planner", ..., "ledger"),
     "runtime": (
         "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
         "rank_main", "measuring", "trainer", "megatron_lm",
     ),
-    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "extension"),
+    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "entry"),
 }  # fmt: skip
 """The order inside a folder. The dots are all that it does not name."""
 PLANNING = (*LAYERS[: LAYERS.index("runtime")], "strategies.plan")

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus, open_indexed, parse_split
+from megatron_wlb.data.build_corpus import build_corpus
+from megatron_wlb.data.corpus import Corpus, CorpusInfo, open_indexed, parse_split
 from megatron_wlb.data.targets import write_targets
 from megatron_wlb.data.tokenizer import file_encoder
 from megatron_wlb.errors import ConfigError, CorpusError
