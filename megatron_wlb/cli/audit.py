@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import remark
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.planning.ledger.audit import History, Report, audit
+from megatron_wlb.planning.ledger.history import History, Report, audit
 from megatron_wlb.planning.ledger.lines import NAME
 from megatron_wlb.planning.ledger.replay import replay
 from megatron_wlb.reading import path_of_flag

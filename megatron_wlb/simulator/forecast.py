@@ -23,7 +23,7 @@ from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.packing import PackingSettings, kind_of
 from megatron_wlb.planning.run import Documents, Run
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.settings.config import Config
 from megatron_wlb.simulator.step import Simulator
 

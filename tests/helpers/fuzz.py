@@ -40,9 +40,9 @@ from megatron_wlb.data.sources import SourceCounts, Sources, find_files
 from megatron_wlb.data.targets import write_targets
 from megatron_wlb.data.tokenizer import file_encoder, tokenizer_settings
 from megatron_wlb.errors import PlanError, WLBError
-from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy, read_strategies
 from megatron_wlb.planning import guards
-from megatron_wlb.planning.ledger.audit import History, audit
+from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.planning.ledger.history import History, audit
 from megatron_wlb.planning.ledger.lines import NAME as LEDGER
 from megatron_wlb.planning.ledger.replay import replay
 from megatron_wlb.planning.ledger.standing import Standing
@@ -50,10 +50,11 @@ from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.reading import parse_mapping, read_pattern
-from megatron_wlb.runtime.measuring.metrics import MetricsFile
+from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile
 from megatron_wlb.runtime.saving import checksums, lock, newest, state_file
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import launch_command, quoted, read_recipe
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy, read_strategies
 
 CONVERSATION = (
     b'{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b\\u00e9"}]}\n'

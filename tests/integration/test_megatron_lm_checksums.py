@@ -14,7 +14,7 @@ import pytest
 from helpers.hostile import OWNED, make_hostile
 from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, PP2, launch
-from trainer_runs import TRACKER, Flags, assert_refused, finish, losses
+from rank_runs import TRACKER, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving import checksums

@@ -26,7 +26,7 @@ from megatron_lm_runs import (
     launch,
     logged,
 )
-from trainer_runs import TRACKER, Flags, assert_refused, finish, losses, num_lines, tracked
+from rank_runs import TRACKER, Flags, assert_refused, finish, losses, num_lines, tracked
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CompatibilityError, ConfigError

@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that cannot run with step plans, refused before any process group forms.
 
 Some of them Megatron would run and silently compute something else. A flag that is not in the table
-works as it does in Megatron, or has no meaning left (``docs/limits.md`` says which).
+works as it does in Megatron, or changes nothing (``docs/limits.md`` says which).
 """
 
 from __future__ import annotations
@@ -228,14 +228,14 @@ REFUSALS: tuple[Refusal[Given], ...] = (
     Refusal("--use-kitchen-attention", given, "packed attention takes its place"),
     # Kernels that are made for one length.
     Refusal("--fp8-format", lambda a, fp8: fp8 and a.transformer_impl == "local",
-        "layers of the local implementation would train in bf16 without a word",
+        "local layers would train in bf16 without a warning",
         "use --transformer-impl transformer_engine"),
     Refusal("--fp4-format", given,
-        "it needs GPUs of Blackwell, and cost models have no data for them", "use --fp8-format"),
+        "it needs Blackwell GPUs, and the cost model has no data for them", "use --fp8-format"),
     Refusal(
         "--moe-shared-expert-overlap", lambda a, overlaps: overlaps and a.wlb_host_gib,
         "its passes run on a stream of their own, and with --wlb-host-gib memory that comes back "
-        "is given to other streams too early",
+        "goes to other streams too early",
         "leave one of the two out",
     ),
     Refusal("--fine-grained-activation-offloading", given,
@@ -247,8 +247,8 @@ REFUSALS: tuple[Refusal[Given], ...] = (
         and a.tensor_model_parallel_size > 1, "with --sequence-parallel it gathers all "
         "micro-batches at the length of the first, and lengths of micro-batches vary"),
     Refusal("--recompute-modules", _recomputes_biases,
-        "Megatron's recomputation of mlp gives back the bias itself, whose gradient then needs its "
-        "own: the first backward pass never ends",
+        "Megatron's recomputation of mlp returns the bias itself, whose gradient then needs "
+        "itself: the first backward pass never ends",
         "use --disable-bias-linear, or leave mlp out"),
     # The layout.
     Refusal("--hybrid-context-parallel", given, _OWN_PACKING),
@@ -259,18 +259,18 @@ REFUSALS: tuple[Refusal[Given], ...] = (
         "be mixed up", "leave it out, or use other than 2 stages"),
     Refusal("--overlap-moe-expert-parallel-comm", given, _OTHER_ORDER),
     Refusal("--moe-token-dispatcher-type", _pads_experts,
-        "the buffers of HybridEP hold as many tokens of each rank as of this one, and lengths of "
+        "the buffers of HybridEP hold as many tokens of each rank as of this one, but lengths of "
         "micro-batches vary",
         "use alltoall, or --moe-flex-dispatcher-backend deepep"),
     Refusal("--moe-pad-expert-input-to-capacity", given,
         "ranks would exchange as many tokens as their own micro-batch has, and lengths of "
         "micro-batches vary",
-        "leave it out, as --moe-expert-capacity-factor alone drops tokens too"),
+        "leave it out: --moe-expert-capacity-factor alone drops tokens too"),
     Refusal("--mlp-chunks-for-training", lambda a, num: (num or 1) > 1 and a.num_experts,
-        "experts would be chosen for a part of a micro-batch at a time, and their losses and "
+        "experts would be chosen for one part of a micro-batch after another, but their losses and "
         "counts are by document"),
     Refusal("--moe-router-load-balancing-type", _balances_else,
-        "its quantiles are of a sequence, not of documents",
+        "its quantiles are of a sequence, not a document",
         "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none"),
     Refusal("--use-megatron-fsdp", given,
         "its wrapper runs on CUDA devices alone, where it was not compared with one process",
@@ -315,14 +315,15 @@ REFUSALS: tuple[Refusal[Given], ...] = (
         "attention stays inside each document already"),
     Refusal("--object-storage-cache-path", given, "corpora must be files"),
     Refusal("", lambda a, _: not (a.eval_interval or a.skip_train),
-        "--eval-interval is missing, and Megatron-LM counts evaluations by it, even where there "
-        "are none", "give it, as in --eval-interval 1000"),
-    Refusal("--full-validation", given, "an evaluation is so many steps", "use --eval-iters"),
-    Refusal("--multiple-validation-sets", given, "an evaluation is of one blend"),
+        "--eval-interval is missing, and Megatron-LM needs it even without evaluations",
+        "add --eval-interval 1000"),
+    Refusal("--full-validation", given, "an evaluation has a fixed number of steps",
+        "use --eval-iters"),
+    Refusal("--multiple-validation-sets", given, "an evaluation uses one blend"),
     Refusal("--phase-transition-iterations", given, "a stream of documents has one phase"),
     # Checkpoints.
     Refusal("--override-ckpt-iteration", given,
-        "which documents were trained is known of the saved step",
+        "only a saved step knows which documents were trained",
         "give --ckpt-step with a saved one"),
     Refusal("--use-distributed-optimizer", _cannot_load,
         "in fp32 Megatron saves a form of its state that it cannot load",
@@ -403,21 +404,21 @@ NO_EFFECT: tuple[Refusal[Given], ...] = (
 
 TOLD: tuple[Refusal[Given], ...] = (
     Refusal("--attention-dropout", given,
-        "the kernels flash-attn-3 and torch-cpu have no dropout, and with it attention has no head "
-        "start",
+        "the kernels flash-attn-3 and torch-cpu have no dropout, and attention has no head start "
+        "with it",
         "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)"),
     Refusal("--moe-token-dispatcher-type", _runs_deepep,
-        "DeepEP exchanges the numbers of tokens, as lengths that vary need, but nobody has tried "
-        "it with plans yet",
+        "DeepEP exchanges the numbers of tokens, which lengths that vary need, but nobody has "
+        "tried it with plans yet",
         "compare the first losses with those of alltoall"),
     Refusal("--disable-gloo-process-groups", lambda a, _: not a.enable_gloo_process_groups,
-        "Megatron makes no groups of gloo, but ranks compare plans between their hosts, without "
-        "waiting for GPUs, and open two groups of gloo for that",
-        "let its connections through (GLOO_SOCKET_IFNAME names the network)"),
+        "Megatron makes no groups of gloo, but ranks still open two, to compare plans between "
+        "their hosts without waiting for GPUs",
+        "let their connections through (GLOO_SOCKET_IFNAME names the network)"),
     Refusal("--fp8-format",
         lambda a, fp8: fp8 and a.fp8_recipe in (None, "delayed") and a.world_size > a.shards,
         "with delayed scaling data-parallel ranks wait for each other at each micro-batch",
-        "--fp8-recipe tensorwise spares that"),
+        "--fp8-recipe tensorwise avoids that"),
 )  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
 
