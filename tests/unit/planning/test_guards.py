@@ -13,7 +13,6 @@ from megatron_wlb.planning.rules import BATCHES, GENERAL, LAYOUT, RULES, Facts
 from megatron_wlb.settings.command_line import parse
 
 PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-EXPERTS = "--num-experts 8 --disable-bias-linear"
 
 SETTINGS = """
 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --num-layers 6
@@ -204,73 +203,69 @@ def test_evaluation_beside_a_schedule_of_batches_has_micro_batches_to_interleave
     guards.check_evaluation(parse(f"{growing} --global-batch-size 2".split()), 2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "world_size", "num_micro_batches"),
-    [
-        ("", 1, 8),
-        ("", 4, 2),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 4, 4),
-        # At the limits that the cases above cross.
-        ("--pipeline-model-parallel-size 4 --global-batch-size 3", 4, 3),
-        (f"{PP2_VPP2} --global-batch-size 7 "
-         "--microbatch-group-size-per-virtual-pipeline-stage 5", 2, 7),
-        (f"{PP2_VPP2} --microbatch-group-size-per-virtual-pipeline-stage 8", 2, 8),
-        (f"{PP2_VPP2} --no-overlap-p2p-communication", 2, 8),
-        (f"{PP2_VPP2} --wlb-verify-shapes", 2, 8),
-        ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2", 2, 8),
-        ("--kv-channels 7 --position-embedding-type none", 1, 8),
-        ("--context-parallel-size 4 --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered", 8, 4),
-        ("--wlb-packing slim --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered", 2, 4),
-        ("--use-rope-scaling --rope-scaling-factor 4", 1, 8),
-        ("--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8", 1, 8),
-        ("--seq-length 512 --max-position-embeddings 512 --wlb-max-tokens 512", 1, 8),
-        ("--seq-length 2", 1, 8),
-        ("--hidden-dropout 0.5 --wlb-verify-plan-interval 0", 1, 8),
-        ("--recompute-granularity selective", 1, 8),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1, 8),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", 1, 8),
-        ("--pipeline-model-parallel-size 3 --num-layers 1 "
-         "--pipeline-model-parallel-layout E|t|L", 3, 8),
-        ("--pipeline-model-parallel-size 2 --num-layers 6 --pipeline-model-parallel-layout "
-         "Et|tt|tt|tL --microbatch-group-size-per-virtual-pipeline-stage 4", 2, 8),
-        ("--pipeline-model-parallel-size 2 --num-layers 6 --decoder-first-pipeline-num-layers 4 "
-         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 2, 8),
-        ("--wlb-shape on --wlb-packing wlb", 1, 8),
-        ("--wlb-micro-batches auto --wlb-packing original", 1, 8),
-        ("--wlb-long-documents slice --wlb-packing slim --wlb-units 3", 1, 8),
-        ("--micro-batch-size 2 --seq-length 512 --wlb-max-tokens 1024", 2, 2),
-        ("--micro-batch-size 2 --decrease-batch-size-if-needed --global-batch-size 15", 2, 3),
-        ("--step-batch-size-schedule 0:2,1M:8", 2, 4),
-        (f"{EXPERTS} --expert-model-parallel-size 4", 4, 2),
-        (f"{EXPERTS} --moe-layer-freq [0]+[1]*3", 4, 2),
-    ],
-)  # fmt: skip
-def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int) -> None:
-    assert check_all(flags, world_size) == num_micro_batches
+GOOD = """
+8 1
+2 4
+4 4 --tensor-model-parallel-size 2 --sequence-parallel
+3 4 --pipeline-model-parallel-size 4 --global-batch-size 3
+7 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
+  --global-batch-size 7 --microbatch-group-size-per-virtual-pipeline-stage 5
+8 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
+  --microbatch-group-size-per-virtual-pipeline-stage 8
+8 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
+  --no-overlap-p2p-communication
+8 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --wlb-verify-shapes
+8 2 --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2
+8 1 --kv-channels 7 --position-embedding-type none
+4 8 --context-parallel-size 4 --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered
+4 2 --wlb-packing slim --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered
+8 1 --use-rope-scaling --rope-scaling-factor 4
+8 1 --position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8
+8 1 --seq-length 512 --max-position-embeddings 512 --wlb-max-tokens 512
+8 1 --seq-length 2
+8 1 --hidden-dropout 0.5 --wlb-verify-plan-interval 0
+8 1 --recompute-granularity selective
+8 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2
+8 1 --recompute-granularity full --recompute-method block --recompute-num-layers 3
+8 3 --pipeline-model-parallel-size 3 --num-layers 1 --pipeline-model-parallel-layout E|t|L
+8 2 --pipeline-model-parallel-size 2 --num-layers 6 --pipeline-model-parallel-layout Et|tt|tt|tL \
+  --microbatch-group-size-per-virtual-pipeline-stage 4
+8 2 --pipeline-model-parallel-size 2 --num-layers 6 --decoder-first-pipeline-num-layers 4 \
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 2
+8 1 --wlb-shape on --wlb-packing wlb
+8 1 --wlb-micro-batches auto --wlb-packing original
+8 1 --wlb-long-documents slice --wlb-packing slim --wlb-units 3
+2 2 --micro-batch-size 2 --seq-length 512 --wlb-max-tokens 1024
+3 2 --micro-batch-size 2 --decrease-batch-size-if-needed --global-batch-size 15
+4 2 --step-batch-size-schedule 0:2,1M:8
+2 4 --num-experts 8 --disable-bias-linear --expert-model-parallel-size 4
+2 4 --num-experts 8 --disable-bias-linear --moe-layer-freq [0]+[1]*3
+"""
+"""Micro-batches, processes, and flags that pass: many at the limits that those above cross."""
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--step-batch-size-schedule 0:2,1M:8",
-        "--decrease-batch-size-if-needed",
-        "--fp8-format hybrid",
-        "--use-torch-fsdp2",
-        "--wlb-strategies auto",
-        "--wlb-metrics steps",
-        "--num-experts 8 --moe-token-dispatcher-type flex",
-    ],
-)
+@pytest.mark.parametrize("setting", GOOD.strip().splitlines())
+def test_good_settings_pass(setting: str) -> None:
+    num_micro_batches, world_size, *flags = setting.split()
+    assert check_all(" ".join(flags), int(world_size)) == int(num_micro_batches)
+
+
+ALONE = """
+--step-batch-size-schedule 0:2,1M:8
+--decrease-batch-size-if-needed
+--fp8-format hybrid
+--use-torch-fsdp2
+--wlb-strategies auto
+--wlb-metrics steps
+--moe-token-dispatcher-type flex --num-experts 8
+"""
+
+
+@pytest.mark.parametrize("flags", ALONE.strip().splitlines())
 def test_what_only_the_launcher_honours_is_refused_elsewhere(flags: str) -> None:
     guards.check_alone(parse([]))
-    *_, flag = (word for word in flags.split() if word.startswith("--"))
-    with pytest.raises(ConfigError, match=f"^{flag} is "):
+    with pytest.raises(ConfigError, match=f"^{flags.split()[0]} is "):
         guards.check_alone(parse(flags.split()))
-
-
-def test_data_parallel_size_is_what_is_left_of_the_world() -> None:
-    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3"]
-    assert guards.data_parallel_size(parse(flags), 24) == 4
 
 
 def test_all_that_cannot_run_is_told_at_once() -> None:
