@@ -36,12 +36,11 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.plan.sharding.select import MODES, Mode
+from megatron_wlb.planning.extension import strategies
 from megatron_wlb.planning.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import Config, flag_of
-from megatron_wlb.strategies import plan_strategies
-from megatron_wlb.strategies.plan.strategy_run import check_shape
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain, steps_of
 from megatron_wlb.study.compare import WARM_UP_STEPS
@@ -147,8 +146,7 @@ def _run(args: argparse.Namespace) -> int:
     documents = inputs.source(args, config.data.seq_length, config)
     space = _space(args, model, config, packings)
     if args.strategies:
-        check_shape(space.shape, f"--model {args.model}")
-        return plan_strategies.run(args, documents, space, model)
+        return strategies().advise(args, documents, space, model)
     if args.fp32:
         raise ConfigError(
             "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "

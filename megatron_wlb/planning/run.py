@@ -41,12 +41,11 @@ from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Scheme
 from megatron_wlb.plan.sharding.layout import length_multiple
 from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.plan.sharding.shard import Kind, Sharding
 from megatron_wlb.planning.balance.numbers import NumberChooser, max_tokens_by_number
-from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts
+from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
 from megatron_wlb.planning.balance.shaping import Shaper
 from megatron_wlb.planning.packing import Packer, PackingSettings
 from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank

@@ -20,9 +20,9 @@ from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import write_strategies
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.strategies.plan.propose import StrategySpace
+from megatron_wlb.strategies.plan.strategy import write_strategies
 from megatron_wlb.strategies.strategy_search import (
     SAMPLE_STEPS,
     StrategyOutcome,

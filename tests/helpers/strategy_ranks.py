@@ -59,8 +59,8 @@ def padded(config: Config, workload: Workload, num_ranks: int = 4) -> Config:
 
 def plan_for(run: Any, workload: Workload, step: int) -> StepPlan:
     """The next strategy each step; every third step all is run by the first replica."""
-    from megatron_wlb.planning.balance.assign import assign, step_plan
     from megatron_wlb.planning.balance.dispatch import StepDocuments
+    from megatron_wlb.strategies.plan.assigner import assign, step_plan
 
     documents = workload.steps[step]
     candidate = run.candidates[step % len(run.candidates)]

@@ -23,7 +23,7 @@ from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.simulator.forecast import Forecast, forecast
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
-PAGE = (FOLDER.parents[1] / "docs" / "recipes.md").read_text()
+PAGE = (FOLDER.parents[1] / "docs" / "results" / "recipes.md").read_text()
 TABLE_1 = {
     # Model-window: devices, (TP, CP, PP, DP).
     "550m-64k": (32, (2, 2, 4, 2)),

@@ -4,8 +4,8 @@ import pytest
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.plan.replicas import Cluster, Strategy
 from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
 
 LONG = Document(corpus=1, number=7, offset=0, length=10, ends=True, epoch=2, arrival=5, step=3)
 SHORT = Document(corpus=0, number=2, offset=0, length=4, ends=False, epoch=2, arrival=6, step=4)

@@ -407,8 +407,8 @@ def use_kernel(model: Model, options: AttentionOptions) -> None:
 
 def tell_other_kernel(saved: str | None, error: CompatibilityError) -> None:
     logger.warning(
-        "the checkpoint's steps ran attention kernel %s, which is not to be had here (%s): steps "
-        "differ in rounding from here on",
+        "the checkpoint's steps ran attention kernel %s, which is not available here (%s); "
+        "rounding will differ from now on",
         saved,
         error,
     )

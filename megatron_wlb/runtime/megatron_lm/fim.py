@@ -64,8 +64,8 @@ def _middles(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> Middl
     split, kept = args.fim_split_sample, args.fim_no_prefix
     if split is not None and args.fim_fragment_rate is None:
         raise ConfigError(
-            f"--fim-split-sample {split} makes fragments, of which no rate is known; give "
-            "--fim-fragment-rate"
+            f"--fim-split-sample {split} makes fragments, but no flag says how many change; "
+            "give --fim-fragment-rate"
         )
     if kept is not None and isinstance(tokenizer, _Numbers):
         raise ConfigError(
@@ -103,8 +103,8 @@ def _token(tokenizer: Any, vocab_size: int, flag: str, name: str) -> int:
     except (LookupError, TypeError, ValueError):
         pass
     raise ConfigError(
-        f"{flag} {name} is none of the tokenizer's {vocab_size} tokens; add it to the tokenizer, "
-        "or name one that it has"
+        f"{flag} {name} is not one of the tokenizer's {vocab_size} tokens; add it to the "
+        "tokenizer, or name one that it has"
     )
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.replicas import Layout, Strategy
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
 from megatron_wlb.runtime.stepping.step import ForwardStep
+from megatron_wlb.strategies.plan.strategy import Layout, Strategy
 from megatron_wlb.strategies.run.buckets import Buckets
 from megatron_wlb.strategies.run.pieces import Piece, whole_pieces
 from megatron_wlb.strategies.run.replica import LocalReplica
@@ -145,7 +145,7 @@ class StrategyRunner:
         links = None if plan.strategy is None else self._links.get(plan.strategy.key)
         if links is None:
             raise PlanError(
-                f"step {plan.step} is for strategy {plan.strategy}, which is none of this run's "
+                f"step {plan.step} is for strategy {plan.strategy}, which is not one of this run's "
                 f"{len(self._links)}; plan with those of --wlb-strategies"
             )
         local = links.replica

@@ -24,7 +24,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.replicas import Layout, Scheme
+from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.runtime.compat import hooks
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.kernels import (
     ChosenKernel,
@@ -46,6 +47,7 @@ from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.stepping.step import ForwardStep, StepRunner
+from megatron_wlb.strategies.plan.strategy import Layout
 from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 from megatron_wlb.strategies.run import shard_files
 from megatron_wlb.strategies.run.groups import GroupOpener, ReplicaGroups
@@ -190,6 +192,9 @@ class StrategySession(Session):
         return float(square.sqrt())
 
     # ── what a session does ─────────────────────────────────────────────────────────────────────
+
+    def set_up(self, keywords: dict[str, Any]) -> Mapping[str, Any]:
+        return hooks.adapter().with_provider(keywords)
 
     def take_model(self, chunks: Any) -> None:
         if self._chunks is not chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from enum import Enum
 from types import SimpleNamespace
 
@@ -204,3 +205,18 @@ def test_megatron_s_flops_count_each_matrix_of_a_model() -> None:
 def test_too_few_samples_are_told() -> None:
     with pytest.raises(ConfigError, match="3 samples are too few"):
         filled_ranks([5, 6, 7], 64, Parallelism(dp_size=4), DEFAULT_COST)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"),
+    [
+        ("verl", "rearrange_micro_batches"),
+        ("slime", "build_dp_schedule"),
+        ("packing_scheduler", "install"),
+    ],
+)
+def test_former_path_of_an_adapter_names_the_new_one(adapter: str, name: str) -> None:
+    with pytest.warns(FutureWarning, match=f"import megatron_wlb.adapters.{adapter} instead"):
+        before = importlib.import_module(f"megatron_wlb.{adapter}")
+    now = importlib.import_module(f"megatron_wlb.adapters.{adapter}")
+    assert getattr(before, name) is getattr(now, name)

@@ -157,21 +157,20 @@ def test_results_go_on_where_they_were_but_for_failures(tmp_path: Path) -> None:
 
 
 def test_pages_hold_the_results_that_are_given_and_no_others(tmp_path: Path) -> None:
-    for name in (pages.COUNTS_PAGE, pages.RECIPES_PAGE):
-        (tmp_path / name).write_text(f"# Page of {{runs}}\n\n{pages.BEGIN}\n{pages.END}\n\nEnd.\n")
+    page = tmp_path / pages.PAGE
+    page.write_text(f"# Page of {{runs}}\n\n{pages.BEGIN}\n{pages.END}\n\nEnd.\n")
     pages.write([results_of("0.18.2")], tmp_path)
     pages.write([results_of("0.19.2", "slim"), results_of("0.19.2")], tmp_path)
-    counts = (tmp_path / pages.COUNTS_PAGE).read_text()
-    assert counts.startswith("# Page of {runs}\n") and counts.endswith("\n\nEnd.\n")
-    rows = [line for line in counts.splitlines() if line.startswith("| gpt ")]
+    written = page.read_text()
+    assert written.startswith("# Page of {runs}\n") and written.endswith("\n\nEnd.\n")
+    rows = [line for line in written.splitlines() if line.startswith("| gpt ")]
     assert rows == [f"| gpt 0.19.2 | `{p}` | 5 | 4 | 3 | 2 | 1 | 1 |" for p in ("hold", "slim")]
-    recipes = (tmp_path / pages.RECIPES_PAGE).read_text()
-    assert [line for line in recipes.splitlines() if line.startswith("## ")] == [
+    assert [line for line in written.splitlines() if line.startswith("## ")] == [
         "## gpt 0.19.2, hold", "## gpt 0.19.2, slim",
     ]  # fmt: skip
-    assert "| `a` | equal | TP2 | needs a GPU; without `--fp8-format` |  |" in recipes
-    assert "`--fim-data` does not work with `--wlb-packing`" in recipes
-    (tmp_path / pages.COUNTS_PAGE).write_text("# Page\n")
+    assert "| `a` | equal | TP2 | needs a GPU; without `--fp8-format` |  |" in written
+    assert "`--fim-data` does not work with `--wlb-packing`" in written
+    page.write_text("# Page\n")
     with pytest.raises(ConfigError, match="has no place for results"):
         pages.write([results_of()], tmp_path)
 

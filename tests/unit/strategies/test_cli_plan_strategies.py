@@ -12,8 +12,9 @@ import yaml
 
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Scheme, read_strategies
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.settings.command_line import parse
+from megatron_wlb.strategies.plan.strategy import read_strategies
 from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 SIZES = {

@@ -15,14 +15,14 @@ from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.plan.replicas import Scheme
-from megatron_wlb.planning.balance.assign import Assigner, StrategyPlanner
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.strategies.plan import strategy_run as planned
+from megatron_wlb.strategies.plan.assigner import Assigner, StrategyPlanner
 from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 MODEL = (

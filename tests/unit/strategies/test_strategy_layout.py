@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import (
+from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.strategies.plan.strategy import (
     Cluster,
     Replica,
-    Scheme,
     Strategy,
     placed,
     read_strategies,

@@ -13,7 +13,6 @@ Sizes of 1 are left off; ``tp1`` is one rank alone. Without ``@`` ranks are thos
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -24,10 +23,9 @@ from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
-from megatron_wlb.plan.sharding.layout import length_multiple
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.reading import (
     MAX_SIZE,
     MOST_DEVICES,
@@ -39,12 +37,9 @@ from megatron_wlb.reading import (
 )
 
 _K = 1024
-_SLICED = "sliced"
 _TERM = re.compile(
     r"(?:(\d{1,9})\*)?((?:(?:tp|cp|pp|vpp)\d{1,9})+(?:sliced)?):(\d{1,9})(k?)(?:@([\d,-]+))?"
 )
-_SIZES = "tp", "cp", "pp", "vpp"
-_SIZE = re.compile(r"(tp|cp|vpp|pp)(\d{1,9})")
 _EXAMPLE = "give one such as tp8pp2:128k+2*tp4cp2:32k"
 
 
@@ -63,72 +58,6 @@ class Cluster:
 
     def node(self, rank: int) -> int:
         return rank // self.devices_per_node
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How one replica is divided over its ranks. Raises :class:`ConfigError` for a size below 1,
-    or virtual stages or slices without a pipeline.
-    """
-
-    tp_size: int = 1
-    cp_size: int = 1
-    pp_size: int = 1
-    vpp_size: int = 1
-    sliced: bool = False
-    """Whether its documents run in slices where they are long, and not whole."""
-
-    def __post_init__(self) -> None:
-        for name, size in zip(_SIZES, self.sizes, strict=True):
-            whole_number(f"scheme: {name}_size", size, 1, MOST_DEVICES)
-        alone = {f"VPP {self.vpp_size}": self.vpp_size > 1, _SLICED: self.sliced}
-        for what, is_given in alone.items():
-            if is_given and self.pp_size == 1:
-                raise ConfigError(
-                    f"scheme {self}: {what} is for a pipeline, but PP is 1; use more or none"
-                )
-
-    @property
-    def num_ranks(self) -> int:
-        return self.tp_size * self.cp_size * self.pp_size
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """The layout of one such replica alone."""
-        sizes = self.tp_size, self.cp_size, self.pp_size, self.vpp_size
-        return Parallelism(*sizes, sequence_parallel=self.tp_size > 1)
-
-    def expert_sizes(self, ep_size: int, etp_size: int | None) -> tuple[int, int]:
-        """EP and expert TP: no more than asked for, and what divides the ranks of a stage, so that
-        tokens stay in the replica. ``etp_size`` is that of TP if not given.
-        """
-        ranks = self.tp_size * self.cp_size
-        etp = self.tp_size if etp_size is None else math.gcd(etp_size, ranks)
-        return math.gcd(ep_size, ranks // etp), etp
-
-    @property
-    def length_multiple(self) -> int:
-        """What a micro-batch's padded length is a multiple of."""
-        return length_multiple(self.tp_size, self.cp_size, self.tp_size > 1)
-
-    def __str__(self) -> str:
-        sizes = zip(_SIZES, self.sizes, strict=True)
-        said = "".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
-        return said + _SLICED * self.sliced
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.tp_size, self.cp_size, self.pp_size, self.vpp_size
-
-    @classmethod
-    def parse(cls, text: str) -> Scheme:
-        """Reads what ``str`` writes. Raises :class:`ConfigError` for anything else."""
-        sizes = text.removesuffix(_SLICED)
-        pairs = _SIZE.findall(sizes)
-        given = {f"{name}_size": int(size) for name, size in pairs}
-        if not pairs or len(given) < len(pairs) or "".join(map("".join, pairs)) != sizes:
-            raise ConfigError(f"{shown(text)} is no scheme; give each size once, such as tp4cp2pp2")
-        return cls(**given, sliced=sizes != text)
 
 
 Layout: TypeAlias = tuple[Scheme, tuple[int, ...]]
@@ -330,7 +259,7 @@ def _of_mapping(content: dict[str, Any]) -> tuple[Strategy, ...]:
     cluster = Cluster(*(whole_number(name, content[name], 1, MOST_DEVICES) for name in names[:2]))
     texts = listed("strategies", content["strategies"])
     if not texts:
-        raise ConfigError(f"strategies are none; {_EXAMPLE}")
+        raise ConfigError(f"there are no strategies; {_EXAMPLE}")
     return tuple(Strategy.parse(str(text), cluster) for text in texts)
 
 

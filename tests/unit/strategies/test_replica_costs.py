@@ -8,8 +8,8 @@ from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Scheme
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, replica_costs
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, Scheme
+from megatron_wlb.strategies.plan.whole_replica import replica_costs
 
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
