@@ -18,6 +18,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_wlb import interrupts
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plain and (script is None or Path(script).is_file()):
         run_script(script, flags)
         return 0
-    return rank_main(lambda: launch(script, flags), set_up_logs=False)
+    return rank_main(partial(launch, script, flags), set_up_logs=False)
 
 
 def launch(script: str | None, flags: Sequence[str]) -> None:

@@ -113,12 +113,11 @@ def actions_of_step(layout: Layout, forward_only: bool):
     A micro-batch is known by the batch that the chunk was given, a backward by the gradient that
     reaches the chunk's output.
     """
-    from megatron_wlb.runtime.stepping import step
-
     runner = build_runner(layout.config, workload_of(layout))
     model, communicator = runner.model, runner.communicator
     actions, to_next, to_previous = [], [], []
-    forward, communicate = step.forward_step, communicator._communicate
+    forward = runner._forward_step([0] * layout.num_micro_batches, "step")
+    communicate = communicator._communicate
 
     def recording_forward(batches, chunk):
         output, loss_function = forward(batches, chunk)
@@ -139,7 +138,7 @@ def actions_of_step(layout: Layout, forward_only: bool):
         )
 
     with (
-        mock.patch.object(step, "forward_step", recording_forward),
+        mock.patch.object(runner, "_forward_step", lambda *_: recording_forward),
         mock.patch.object(communicator, "_communicate", recording_communicate),
     ):
         runner.run(plan_of(layout), forward_only=forward_only)
