@@ -20,7 +20,7 @@ from megatron_wlb.cost.shape import Recompute
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.propose import StrategySpace
-from megatron_wlb.study.search import FULL
+from megatron_wlb.simulator.baseline import FULL
 from megatron_wlb.study.strategy_search import study
 
 WINDOW = 128 * K
