@@ -37,6 +37,6 @@ RUN python -c 'import transformer_engine.pytorch' \
  && wlb recipe run configs/experiment/7b-128k.yaml --dry-run \
  && python -m pytest -q -o filterwarnings=default -p no:cacheprovider \
       tests/unit/test_plan.py tests/unit/planning/test_planner.py tests/unit/test_experiment_recipes.py \
-      tests/unit/planning/packing tests/unit/runtime/compat/test_targets.py
+      tests/unit/planning/packing tests/unit/runtime/compat/test_hooks.py
 
 CMD ["/bin/bash"]

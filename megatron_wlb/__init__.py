@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_wlb.errors import WLBError
     from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
     from megatron_wlb.planning.packing import PackingMetrics
-    from megatron_wlb.runtime.trainer.samples import SampleTrainer
+    from megatron_wlb.runtime.trainer.sample_trainer import SampleTrainer
     from megatron_wlb.simulator.step_timeline import StepTimeline
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "SampleTrainer":  # the one that imports torch and Megatron
-        from megatron_wlb.runtime.trainer.samples import SampleTrainer
+        from megatron_wlb.runtime.trainer.sample_trainer import SampleTrainer
 
         return SampleTrainer
     from megatron_wlb import api

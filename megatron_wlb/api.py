@@ -37,11 +37,11 @@ from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
+from megatron_wlb.planning.balance.samples import plan_step
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.run import Run, Workload
-from megatron_wlb.planning.samples import plan_step
 from megatron_wlb.reading import (
     MOST_MICRO_BATCHES,
     MOST_TOKENS,

@@ -18,6 +18,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_wlb import interrupts
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plain and (script is None or Path(script).is_file()):
         run_script(script, flags)
         return 0
-    return rank_main(lambda: launch(script, flags), set_up_logs=False)
+    return rank_main(partial(launch, script, flags), set_up_logs=False)
 
 
 def launch(script: str | None, flags: Sequence[str]) -> None:
@@ -85,7 +86,7 @@ def launch(script: str | None, flags: Sequence[str]) -> None:
         from megatron_wlb.runtime.emulation import cpu
 
         if cpu.device_for(wlb.wlb_device) == "cpu":
-            from megatron_wlb.runtime.megatron_lm import cpu as megatron_lm_cpu
+            from megatron_wlb.runtime.megatron_lm import cpu_loop as megatron_lm_cpu
 
             megatron_lm_cpu.install()
         if plans or _asks_for_help(flags):

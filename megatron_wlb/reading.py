@@ -95,7 +95,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
             num_bytes = max(os.fstat(stream.fileno()).st_size, _BLOCK_BYTES)
             content = stream.read(min(num_bytes, max_bytes) + 1)
         if len(content) > max_bytes:
-            raise ConfigError(f"it is larger than {max_bytes} bytes, which no such file is")
+            raise ConfigError(f"it is larger than {max_bytes} bytes, the limit of such a file")
         return content.decode()
     except (OSError, ValueError) as error:  # a NUL in the path, bytes that are no UTF-8
         raise ConfigError(one_line(error)) from None

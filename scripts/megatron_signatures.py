@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_wlb.runtime.compat import targets  # noqa: E402
+from megatron_wlb.runtime.compat import hooks  # noqa: E402
 from megatron_wlb.runtime.compat.source import MegatronSource  # noqa: E402
 
 
@@ -44,10 +44,10 @@ def imported(source: MegatronSource) -> Iterator[str]:
 
 def lines(names: set[str], sources: list[MegatronSource]) -> Iterator[str]:
     for name in sorted(names):
-        before = targets.MISSING
+        before = hooks.MISSING
         for source in sources:
             found = source.signature(name)
-            text = targets.MISSING if found is None else f"({found})"
+            text = hooks.MISSING if found is None else f"({found})"
             if text != before:
                 yield f"{name} {source.version} {text}"
             before = text
@@ -59,9 +59,9 @@ def main() -> None:
     parser.add_argument("--add", nargs="+", default=[])
     args = parser.parse_args()
     sources = [MegatronSource.at(path) for path in args.checkouts]
-    names = set(args.add).union(*(targets.expected_of(v) for v in targets.VERSIONS))
+    names = set(args.add).union(*(hooks.expected_of(v) for v in hooks.VERSIONS))
     names.update(name for source in sources for name in imported(source))
-    targets.FILE.write_text("\n".join(lines(names, sources)) + "\n", encoding="utf-8")
+    hooks.FILE.write_text("\n".join(lines(names, sources)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planned
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.plan_ahead import Plans
-from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 FILE = Path(__file__).with_suffix(".json")
 WINDOW, NUM_STEPS = 16384, 6

@@ -10,11 +10,11 @@ from pathlib import Path
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import remark
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.planning.ledger.audit import History, Report, audit
+from megatron_wlb.planning.ledger.history import History, Report, audit
 from megatron_wlb.planning.ledger.lines import NAME
 from megatron_wlb.planning.ledger.replay import replay
 from megatron_wlb.reading import path_of_flag
-from megatron_wlb.runtime.saving.saved_state import newest_state
+from megatron_wlb.runtime.saving.state_file import newest_state
 
 _EPILOG = f"""\
 RUN is the folder of --save. Training writes {NAME} there, a line a step, unless --wlb-no-ledger is

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.measuring.doctor import Finding, examine
+from megatron_wlb.runtime.findings import Finding, examine
 
 _EPILOG = """\
 Exit status: 0 if everything that is needed is there and fits, 7 if something is wrong. Packages and

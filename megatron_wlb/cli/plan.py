@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from megatron_wlb.cli import inputs, plan_strategies
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import RECOMPUTE, machine_title
 from megatron_wlb.cli.model import Model, read_model
@@ -31,10 +31,10 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.plan.sharding.select import MODES, Mode
+from megatron_wlb.planning.extension import strategies
 from megatron_wlb.planning.from_config import execution
 from megatron_wlb.planning.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import Run, title
-from megatron_wlb.planning.strategy_run import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.megatron import ParallelConfig
@@ -146,8 +146,7 @@ def _run(args: argparse.Namespace) -> int:
     job = inputs.Job(args, model, config, space.num_micro_batches, documents)
     steps = job.steps(max(space.num_micro_batches) * space.window)
     if args.strategies:
-        check_shape(space.shape, f"--model {args.model}")
-        return plan_strategies.run(args, steps, space, model)
+        return strategies().advise(args, steps, space, model)
     if args.fp32:
         raise ConfigError(
             "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "

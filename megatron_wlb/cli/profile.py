@@ -15,12 +15,12 @@ from rich.table import Table
 
 from megatron_wlb.cli import output
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cost.attention import MAX_LENGTH, AttentionProfile
+from megatron_wlb.cost.attention_latency import MAX_LENGTH, AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.reading import whole_number
-from megatron_wlb.runtime.profiling.hardware_file import base_of, hardware_content
+from megatron_wlb.runtime.measuring.hardware_file import base_of, hardware_content
 from megatron_wlb.settings.config import WlbConfig
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -101,8 +101,8 @@ def _profile(args: argparse.Namespace) -> int:
     import torch
 
     from megatron_wlb.runtime.gpt.attention.kernels import Demand
-    from megatron_wlb.runtime.profiling.attention_rates import measure_attention
-    from megatron_wlb.runtime.profiling.rates import machine_name, measure_rates
+    from megatron_wlb.runtime.measuring.attention_rates import measure_attention
+    from megatron_wlb.runtime.measuring.rates import machine_name, measure_rates
 
     device = args.device
     if device == "auto":

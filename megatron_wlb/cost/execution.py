@@ -26,9 +26,9 @@ class Execution:
     distributed_optimizer: bool = True
     """Whether optimizer state is spread over the data-parallel and context-parallel ranks."""
     store_ranks: int | None = None
-    """Ranks of a parameter store (:mod:`megatron_wlb.plan.strategy.store`), where there is one:
-    master weights, moments and summed gradients of the whole model are spread over them evenly,
-    whatever the layout is."""
+    """Ranks of a parameter store (:mod:`megatron_wlb.strategies.plan.store_costs`), where there is
+    one: master weights, moments and summed gradients of the whole model are spread over them
+    evenly, whatever the layout is."""
     overlap_grad_reduce: bool = True
     tp_overlapped: bool = False
     """Whether all tensor-parallel collectives run beside the matrix product before or behind them

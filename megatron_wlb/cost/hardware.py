@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import (
     MOST_DEVICES,

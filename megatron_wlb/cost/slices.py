@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cost.attention import TILE, filled, key_parts
+from megatron_wlb.cost.attention_latency import TILE, filled, key_parts
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.tape import Operation, Tape
 

@@ -22,7 +22,7 @@ from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.data.targets import SUFFIX, Targets
 from megatron_wlb.errors import CheckpointError, CorpusError
 from megatron_wlb.plan import Document
-from megatron_wlb.plan.targets import Runs, by_sample
+from megatron_wlb.plan.target_runs import Runs, by_sample
 from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 
 LossMean = Literal["token", "sample"]

@@ -22,7 +22,7 @@ from megatron_wlb.data.arrays import array_of, open_array
 from megatron_wlb.data.index import read_lengths
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.files import replacing
-from megatron_wlb.plan.targets import Runs
+from megatron_wlb.plan.target_runs import Runs
 
 RUN = np.dtype([("document", "<i8"), ("start", "<i4"), ("stop", "<i4"), ("weight", "<f4")])
 SUFFIX = ".targets.npy"
@@ -133,7 +133,7 @@ def _counted(weight: float) -> float:
 
 
 def runs_of(mask: npt.NDArray[Any]) -> Runs:
-    """The runs of equal weights in a mask ``[length]``; see :mod:`megatron_wlb.plan.targets`."""
+    """Runs of equal weights in a mask ``[length]``; see :mod:`megatron_wlb.plan.target_runs`."""
     weights = np.concatenate([[0.0], mask.astype(np.float64), [0.0]])
     edges = np.flatnonzero(np.diff(weights))
     starts, stops, found = edges[:-1], edges[1:], weights[edges[:-1] + 1]

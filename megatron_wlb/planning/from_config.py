@@ -39,7 +39,7 @@ from megatron_wlb.planning.packing import PackingSettings, kind_of
 from megatron_wlb.planning.packing.original import count_cut
 from megatron_wlb.planning.planner import Planner, Stream
 from megatron_wlb.planning.run import Run
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.settings.config import Config
 

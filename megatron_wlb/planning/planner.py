@@ -61,8 +61,8 @@ class Stream(Protocol):
 class Shaping(Protocol):
     """Chooses other sizes, order or number of micro-batches.
 
-    See :class:`~megatron_wlb.planning.shaping.Shaper` and
-    :class:`~megatron_wlb.planning.numbers.NumberChooser`.
+    See :class:`~megatron_wlb.planning.balance.shaping.Shaper` and
+    :class:`~megatron_wlb.planning.balance.numbers.NumberChooser`.
     """
 
     def shape(self, ranks: Sequence[Sequence[Sequence[Document]]]) -> list[list[list[Document]]]:
@@ -75,7 +75,7 @@ class Shaping(Protocol):
 
 
 class Slicing(Protocol):
-    """Cuts documents into slices; see :class:`~megatron_wlb.planning.slicing.Slicer`."""
+    """Cuts documents into slices; see :class:`~megatron_wlb.planning.slicing.cut.Slicer`."""
 
     def cut(self, documents: Sequence[Document], step: int) -> Sequence[Units]:
         """Returns what each data-parallel rank runs."""

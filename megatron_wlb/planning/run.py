@@ -23,7 +23,7 @@ from megatron_wlb.cost import (
     ProfiledCost,
 )
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION
-from megatron_wlb.cost.attention import (
+from megatron_wlb.cost.attention_latency import (
     AnalyticAttention,
     AttentionLatency,
     AttentionProfile,
@@ -44,14 +44,13 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding.layout import length_multiple
 from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.plan.sharding.shard import Kind, Sharding
-from megatron_wlb.plan.strategy.costs import LEAST_TOKENS, ReplicaCosts
-from megatron_wlb.plan.strategy.layout import Scheme
-from megatron_wlb.planning.numbers import NumberChooser, max_tokens_by_number
+from megatron_wlb.planning.balance.numbers import NumberChooser, max_tokens_by_number
+from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
+from megatron_wlb.planning.balance.shaping import Shaper
 from megatron_wlb.planning.packing import Packer, PackingSettings
 from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank
-from megatron_wlb.planning.room import MemoryLimit, worst_steps
-from megatron_wlb.planning.shaping import Shaper
-from megatron_wlb.planning.slicing import Slicer, check_units, slice_multiple
+from megatron_wlb.planning.slicing.cut import Slicer, check_units, slice_multiple
+from megatron_wlb.planning.slicing.room import MemoryLimit, worst_steps
 from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, real_number, whole_number
 from megatron_wlb.settings import split
 

@@ -25,7 +25,7 @@ from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
-from megatron_wlb.planning.room import unit_of
+from megatron_wlb.planning.slicing.room import unit_of
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline

@@ -24,7 +24,7 @@ from megatron_wlb.plan.sharding.select import Mode, Prediction
 from megatron_wlb.plan.sharding.shard import Kind
 from megatron_wlb.planning.packing import Meter, PackingMetrics, PackingSettings
 from megatron_wlb.planning.run import Documents, Run, Workload
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import whole_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline

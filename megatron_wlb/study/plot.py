@@ -27,7 +27,7 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.data.length_statistics import LengthStatistics, attention_work
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing

@@ -29,20 +29,19 @@ from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
-from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.data.length_source import LengthSource, sample_steps
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_with
 from megatron_wlb.planning.run import Devices, Run, title
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.simulator.baseline import FULL, Baseline, baseline
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.trial import Outcome, Steps, planning_costs, trial
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.stages import balanced_layers
-from megatron_wlb.study.strategy_search import sample_steps
 
 T = TypeVar("T")
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]

@@ -14,7 +14,7 @@ import torch
 
 from _gpu_report.parts import PARTS
 from _gpu_report.results import CPU, Results
-from megatron_wlb.runtime.profiling.rates import machine_name
+from megatron_wlb.runtime.measuring.rates import machine_name
 
 
 def main() -> int:

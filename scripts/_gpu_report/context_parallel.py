@@ -12,10 +12,10 @@ from _shardings import plot_shardings
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import TINY, demand, heads, measured_attention
 from _gpu_report.results import Results
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES
-from megatron_wlb.runtime.profiling.attention_rates import AttentionTimer
+from megatron_wlb.runtime.measuring.attention_rates import AttentionTimer
 
 WINDOWS = (64 * 1024, 128 * 1024)
 CP_SIZES = (2, 4, 8)

@@ -13,7 +13,7 @@ import torch
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import Results
-from megatron_wlb.runtime.measuring.doctor import examine
+from megatron_wlb.runtime.findings import examine
 
 QUERY = (
     "name", "driver_version", "vbios_version", "memory.total", "power.limit", "clocks.max.sm",

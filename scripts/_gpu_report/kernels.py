@@ -13,9 +13,9 @@ from helpers.attention import errors_over_bf16
 from _gpu_report.drawing import Pictures, curves, table
 from _gpu_report.machine import TINY, demand, heads, in_turns
 from _gpu_report.results import Results
-from megatron_wlb.cost.attention import BACKWARD_FLOPS, forward_flops, pairs
+from megatron_wlb.cost.attention_latency import BACKWARD_FLOPS, forward_flops, pairs
 from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES, Demand, Segments, VarlenKernel
-from megatron_wlb.runtime.profiling.attention_rates import AttentionTimer
+from megatron_wlb.runtime.measuring.attention_rates import AttentionTimer
 
 WINDOWS = tuple(8192 * 2**n for n in range(5))
 NUM_WINDOWS, REPEATS = 4, 5

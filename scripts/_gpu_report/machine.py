@@ -10,7 +10,7 @@ import torch
 
 from _gpu_report.results import CPU, Results
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.gpt.attention.kernels import Demand
 

@@ -13,7 +13,7 @@ from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import Heads, hardware_path, heads
 from _gpu_report.results import Results
 from megatron_wlb.cli.main import main as wlb
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.study.plot import plot_attention

@@ -35,10 +35,10 @@ def import_megatron(script: Path | None) -> str:
     import torch
 
     from megatron_wlb.launch import STAND_IN
-    from megatron_wlb.runtime.megatron_lm import cpu
+    from megatron_wlb.runtime.megatron_lm import cpu_loop
 
     torch.set_num_threads(1)
-    cpu.install()
+    cpu_loop.install()
     # The script's own imports; it trains only as the main module.
     if script is not None:
         runpy.run_path(str(script), run_name="imported")

@@ -26,15 +26,15 @@ from _quickstart.live_bytes import LiveBytes
 
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES, Hardware, read_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 from megatron_wlb.runtime.device_clock import Clock
-from megatron_wlb.runtime.profiling.attention_rates import measure_attention
-from megatron_wlb.runtime.profiling.hardware_file import base_of, hardware_content
-from megatron_wlb.runtime.profiling.rates import machine_name, measure_rates
+from megatron_wlb.runtime.measuring.attention_rates import measure_attention
+from megatron_wlb.runtime.measuring.hardware_file import base_of, hardware_content
+from megatron_wlb.runtime.measuring.rates import machine_name, measure_rates
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.study.write_recipe import model_flags

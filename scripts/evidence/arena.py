@@ -56,15 +56,15 @@ from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.plan import StepPlan, Units
-from megatron_wlb.plan.strategy.costs import ReplicaCosts
-from megatron_wlb.planning.run import Run
-from megatron_wlb.planning.samples import (
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.balance.samples import (
     plan_of,
     plan_samples,
     replica_of,
     sample,
     slice_samples,
 )
+from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step import Simulator
 
 LAYOUTS = {

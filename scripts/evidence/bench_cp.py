@@ -37,7 +37,7 @@ from rich.table import Table
 from megatron_wlb.cli import output
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.attention import (
+from megatron_wlb.cost.attention_latency import (
     AnalyticAttention,
     AttentionLatency,
     AttentionProfile,
@@ -48,8 +48,8 @@ from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.plan.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.runtime.gpt.attention.kernels import Demand, choose_kernel
-from megatron_wlb.runtime.profiling.attention_rates import AttentionTimer, measure_attention
-from megatron_wlb.runtime.profiling.rates import machine_name
+from megatron_wlb.runtime.measuring.attention_rates import AttentionTimer, measure_attention
+from megatron_wlb.runtime.measuring.rates import machine_name
 
 FIXED = ("per-sequence", "per-document", "per-document-remainder")
 SHARDINGS = (*FIXED, "adaptive", "hybrid", "best-of")

@@ -37,9 +37,9 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.plan import Document, MicroBatchPlan
+from megatron_wlb.planning.balance.shaping import Shaper
 from megatron_wlb.planning.packing import packer
 from megatron_wlb.planning.planner import Planner
-from megatron_wlb.planning.shaping import Shaper
 from megatron_wlb.reading import whole_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.plot import plot_timelines

@@ -52,7 +52,7 @@ FLAGS = (
 @contextmanager
 def apart() -> Iterator[None]:
     """All weights are waited for before the passes; gradients go behind them."""
-    from megatron_wlb.runtime.strategy.routes import Pull, Push
+    from megatron_wlb.strategies.run.routes import Pull, Push
 
     begin, post = Pull.__init__, Push.post
 
@@ -74,7 +74,7 @@ def apart() -> Iterator[None]:
 @contextmanager
 def none() -> Iterator[None]:
     """Nothing is exchanged."""
-    from megatron_wlb.runtime.strategy.routes import Pull, Push
+    from megatron_wlb.strategies.run.routes import Pull, Push
 
     nothing = {"wait": lambda *_: None, "finish": lambda *_: None, "post": lambda *_: None}
     with ExitStack() as stack:

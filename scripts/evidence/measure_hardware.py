@@ -19,7 +19,7 @@ import yaml
 from _common import parser_of
 
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
-from megatron_wlb.runtime.profiling.rates import measure_rates
+from megatron_wlb.runtime.measuring.rates import measure_rates
 
 NUM_REPEATS = 5
 NUM_RANKS = 2

@@ -29,7 +29,7 @@ SETUP = """
 import random, sys
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
-from megatron_wlb.packing_scheduler import install
+from megatron_wlb.adapters.packing_scheduler import install
 from megatron_wlb.runtime.emulation import cpu
 cpu.install()
 start = dist.init_process_group

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(SLIME is None, reason="SLIME_PATH names no check
 PLUGIN = """
 import pytest
 import slime.utils.dp_schedule as theirs
-import megatron_wlb.slime as ours
+import megatron_wlb.adapters.slime as ours
 
 called = []
 

@@ -24,7 +24,7 @@ LENGTHS = [[90, 41, 64, 5], [120]]
 
 def measured(shape: ModelShape, num_layers: int) -> list[ShareRow]:
     # Of operations that take seconds.
-    with mock.patch("megatron_wlb.runtime.profiling.rates.NUM_REPEATS", 1):
+    with mock.patch("megatron_wlb.runtime.measuring.rates.NUM_REPEATS", 1):
         return measure_share(
             shape,
             tp_size=2,
@@ -38,7 +38,7 @@ def measured(shape: ModelShape, num_layers: int) -> list[ShareRow]:
 
 def without_rates(shape: ModelShape, num_layers: int) -> list[ShareRow]:
     """As :func:`measured`, with made-up rates of the machine, which take seconds to measure."""
-    from megatron_wlb.runtime.profiling.rates import Rates
+    from megatron_wlb.runtime.measuring.rates import Rates
 
     rates = Rates("cpu", "float32", 1, 0.1, 0.08, 0.07, 20.0, 18.0)
     with mock.patch("_stage_share.measure_rates", lambda _: rates):

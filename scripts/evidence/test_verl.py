@@ -28,7 +28,7 @@ import torch
 import torch.multiprocessing as mp
 import verl.utils.seqlen_balancing as theirs
 from verl.utils import device
-import megatron_wlb.verl as ours
+import megatron_wlb.adapters.verl as ours
 
 called = set()
 names = "get_seqlen_balanced_partitions", "rearrange_micro_batches"
@@ -75,7 +75,7 @@ from inspect import signature
 import torch
 from tensordict import TensorDict
 import verl.utils.seqlen_balancing as theirs
-import megatron_wlb.verl as ours
+import megatron_wlb.adapters.verl as ours
 
 for name in "get_seqlen_balanced_partitions", "rearrange_micro_batches":
     one, other = (signature(getattr(module, name)).parameters for module in (theirs, ours))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, HEAD_GROUPS, SELECTIVE, WORKLOAD, Layout, Oracle
-from helpers.ranks import scatter_for, sliced_for, train
+from helpers.plans import scatter_for, sliced_for
+from helpers.ranks import train
 from helpers.shards import RankRun
 
 from megatron_wlb.settings.command_line import parse
@@ -79,7 +80,7 @@ def drawn_in_attention(shared: bool) -> list[float]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_wlb.plan.sharding import Sharding
-    from megatron_wlb.runtime.gpt.attention import core
+    from megatron_wlb.runtime.gpt.attention import document_attention
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
     from megatron_wlb.runtime.stepping.batch import local_params
 
@@ -90,7 +91,7 @@ def drawn_in_attention(shared: bool) -> list[float]:
         drawn.append(torch.rand(1, device="cuda").item())
         return sdpa_varlen(*inputs)
 
-    attention = core.DocumentAttention(
+    attention = document_attention.DocumentAttention(
         TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=0.1,
             context_parallel_size=2, tensor_model_parallel_size=2, cuda_graph_modules=[],
@@ -99,7 +100,7 @@ def drawn_in_attention(shared: bool) -> list[float]:
         AttnMaskType.causal,
         "self",
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        options=core.AttentionOptions(sdpa_varlen, dropping=kernel),
+        options=document_attention.AttentionOptions(sdpa_varlen, dropping=kernel),
     )  # fmt: skip
     rank = parallel_state.get_context_parallel_rank()
     _, params = local_params([8], np.arange(8), "cpu", cp_rank=rank, cp_size=2, sharding=Sharding())
@@ -111,7 +112,9 @@ def drawn_in_attention(shared: bool) -> list[float]:
             yield
 
     before = torch.get_rng_state()
-    with mock.patch.object(core, "own_numbers", of_megatron if shared else core.own_numbers):
+    with mock.patch.object(
+        document_attention, "own_numbers", of_megatron if shared else document_attention.own_numbers
+    ):
         for _ in range(2):
             attention(*qkv, None, packed_seq_params=params)
     attention.eval()

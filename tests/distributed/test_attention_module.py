@@ -24,7 +24,7 @@ def config(**settings: Any) -> Any:
 
 
 def options() -> Any:
-    from megatron_wlb.runtime.gpt.attention.core import AttentionOptions
+    from megatron_wlb.runtime.gpt.attention.document_attention import AttentionOptions
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     return AttentionOptions(sdpa_varlen)
@@ -43,7 +43,10 @@ def refused(function: Callable[[], object], *words: str) -> None:
 def check_settings() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention, check_config
+    from megatron_wlb.runtime.gpt.attention.document_attention import (
+        DocumentAttention,
+        check_config,
+    )
 
     check_config(config())
     check_config(config(attention_dropout=0.1))
@@ -87,7 +90,10 @@ def check_micro_batches() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_wlb.plan.sharding import Sharding
-    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.document_attention import (
+        DocumentAttention,
+        PlanSeqParams,
+    )
     from megatron_wlb.runtime.gpt.attention.kernels import Segments
     from megatron_wlb.runtime.stepping.batch import local_params
 
@@ -120,7 +126,10 @@ def check_scale() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.document_attention import (
+        DocumentAttention,
+        PlanSeqParams,
+    )
     from megatron_wlb.runtime.gpt.attention.kernels import Segments
     from megatron_wlb.runtime.trainer import distributed
 
@@ -143,8 +152,8 @@ def check_specs() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
     from megatron_wlb.runtime.gpt import build
-    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention
-    from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
+    from megatron_wlb.runtime.gpt.attention.document_attention import DocumentAttention
+    from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
     from megatron_wlb.runtime.gpt.norm import TorchNorm
 
     chosen = options()

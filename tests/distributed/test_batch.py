@@ -28,10 +28,11 @@ def kept_after_steps() -> list[int]:
 
     The steps' micro-batches have other numbers, as those of a data-parallel rank have.
     """
-    from helpers.ranks import build_runner, scatter_for
+    from helpers.plans import scatter_for
+    from helpers.ranks import build_runner
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
 
     config = parse(FLAGS.split())
     workload = make_workload([[8, 30, 5, 9]] * 3, vocab_size=59)

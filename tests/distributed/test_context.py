@@ -406,7 +406,7 @@ def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
 
 
 def test_near_keys_are_attended_to_while_the_first_head_group_is_exchanged() -> None:
-    from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+    from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
     from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
     assert isinstance(torch_cpu_varlen, LseKernel)

@@ -28,15 +28,15 @@ def chosen(
     """
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.kernels import Demand, choose, choose_kernel
+    from megatron_wlb.runtime.gpt.attention.kernels import Demand, choose_kernel, selection
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
-    def kernel(called: str) -> choose.Candidate:
+    def kernel(called: str) -> selection.Candidate:
         def run(*inputs: object) -> torch.Tensor:
             return sdpa_varlen(*inputs)  # type: ignore[arg-type]
 
         run.__name__ = called
-        return choose.Candidate(lambda d: LACKING if called in lacks else None, lambda d: run)
+        return selection.Candidate(lambda d: LACKING if called in lacks else None, lambda d: run)
 
     lacks = unlike[torch.distributed.get_rank()]
     candidates = {called: kernel(called) for called in ("flash-attn-3", "torch", "flash-attn-2")}
@@ -54,12 +54,12 @@ def chosen(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = choose.logger.level
-    choose.logger.addHandler(handler)
-    choose.logger.setLevel(logging.INFO)
+    level = selection.logger.level
+    selection.logger.addHandler(handler)
+    selection.logger.setLevel(logging.INFO)
     try:
         with (
-            mock.patch.multiple(choose, CANDIDATES=candidates, time_ms=time_ms, **gpu),
+            mock.patch.multiple(selection, CANDIDATES=candidates, time_ms=time_ms, **gpu),
             mock.patch("torch.distributed.all_gather_object", collective),
         ):
             found = choose_kernel(name, demand)
@@ -68,8 +68,8 @@ def chosen(
     except CompatibilityError as error:
         kernel_name = str(error)
     finally:
-        choose.logger.removeHandler(handler)
-        choose.logger.setLevel(level)
+        selection.logger.removeHandler(handler)
+        selection.logger.setLevel(level)
     assert collective.call_count == 1
     torch.distributed.barrier()  # nobody is left behind
     return kernel_name, "".join(lines)
@@ -152,7 +152,7 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_wlb.runtime.gpt import build
-    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention
+    from megatron_wlb.runtime.gpt.attention.document_attention import DocumentAttention
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     config = parse(flags.split())
@@ -190,7 +190,7 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
         ("torch-cpu", "", "torch-cpu", None),
         ("sdpa", "", "sdpa", "sdpa in place of torch-cpu, as in the checkpoint"),
         ("sdpa", "--wlb-attention-kernel torch-cpu", "torch-cpu", None),
-        ("flash-attn-3", "", "torch-cpu", "flash-attn-3, which is not to be had here"),
+        ("flash-attn-3", "", "torch-cpu", "flash-attn-3, which is not available here"),
         ("of-tomorrow", "", "torch-cpu", "of-tomorrow is not known"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from helpers.gloo import GlooPool
 
 from megatron_wlb.cost import DocumentCost, ProfiledCost
-from megatron_wlb.cost.profile import Fit
+from megatron_wlb.cost.fit import Fit
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse

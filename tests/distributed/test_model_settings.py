@@ -57,7 +57,8 @@ def test_cpu_takes_what_it_can_run(gloo: GlooPool) -> None:
 
 def weights_with_gradients_of_their_own() -> list[str]:
     """The weights whose gradients autograd makes, of a step of two micro-batches."""
-    from helpers.ranks import build_runner, scatter_for
+    from helpers.plans import scatter_for
+    from helpers.ranks import build_runner
 
     config = parse(f"{SIZES} {LLAMA} --global-batch-size 2".split())
     workload = make_workload([[40, 30]], vocab_size=VOCAB_SIZE)

@@ -12,7 +12,7 @@ import pytest
 from helpers.layouts import further
 from helpers.versions import CASES, patched_copy, run_with_core
 
-from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat import hooks
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 
@@ -22,7 +22,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> MegatronSource:
 
 
 def test_patched_core_fits_the_table(patched: MegatronSource) -> None:
-    targets.check(source=patched)
+    hooks.check(source=patched)
 
 
 @pytest.mark.parametrize("stock_communicator", [False, further(True)])

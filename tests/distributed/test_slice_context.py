@@ -123,7 +123,7 @@ def attend(
         ContextParallel,
         context_attention,
     )
-    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice
+    from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice
 
     tokens_here, params = params_of(unit, len(numbers), sharding, store, divided)
     local = torch.from_numpy(numbers[tokens_here])
@@ -143,7 +143,7 @@ def run(tokens: Tokens, sharding: Sharding, **options: Any) -> list[Any]:
 
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
     from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
-    from megatron_wlb.runtime.gpt.attention.slices import SliceStore
+    from megatron_wlb.runtime.gpt.attention.slice_attention import SliceStore
 
     kernel = sdpa_varlen if options.get("head_start_bytes") is None else torch_cpu_varlen
     store = SliceStore()
@@ -232,9 +232,9 @@ def calls_of_kernel(cp_size: int) -> list[tuple[int, int, int]]:
     """
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+    from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
     from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
-    from megatron_wlb.runtime.gpt.attention.slices import SliceStore
+    from megatron_wlb.runtime.gpt.attention.slice_attention import SliceStore
 
     assert isinstance(torch_cpu_varlen, LseKernel)
     rows: list[tuple[str, int]] = []
@@ -263,7 +263,7 @@ def calls_of_kernel(cp_size: int) -> list[tuple[int, int, int]]:
 
 def errors_in_parts(cp_size: int) -> tuple[list[float], int]:
     """As on a device with processors to spare, three parts of the prefix at once; how often."""
-    where = "megatron_wlb.runtime.gpt.attention.slices"
+    where = "megatron_wlb.runtime.gpt.attention.slice_attention"
     with mock.patch(f"{where}.TILE", 4), mock.patch(f"{where}.key_parts", return_value=3) as chosen:
         errors = faulty_errors(cp_size, fault=False, head_start_bytes=1 << 40)
     return errors, chosen.call_count
@@ -296,7 +296,7 @@ def exchanged(cp_size: int, sharding: Sharding, in_slices: bool) -> list[dict[st
     import torch
 
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
-    from megatron_wlb.runtime.gpt.attention.slices import SliceStore
+    from megatron_wlb.runtime.gpt.attention.slice_attention import SliceStore
 
     tokens = Tokens.of(cp_size, 2, torch.float32)
     store = SliceStore() if in_slices else None

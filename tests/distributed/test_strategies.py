@@ -38,8 +38,8 @@ from helpers.strategy_ranks import (
 )
 from helpers.workload import Workload
 
-from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.config import Config
+from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 
 # Where plans are not compared in each run, ranks rest in runs between.
@@ -130,7 +130,7 @@ def _unpushed(is_left_out: Callable[[int, Any], bool]) -> Iterator[None]:
     """Pushes zeros in place of some gradients."""
     import torch.distributed as dist
 
-    from megatron_wlb.runtime.strategy.routes import Push
+    from megatron_wlb.strategies.run.routes import Push
 
     rank, real = dist.get_rank(), Push.__init__
 
@@ -144,7 +144,7 @@ def _unpushed(is_left_out: Callable[[int, Any], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def layer_not_pulled(_runner: Any) -> Iterator[None]:
-    from megatron_wlb.runtime.strategy.routes import Pull
+    from megatron_wlb.strategies.run.routes import Pull
 
     take = Pull._take
 
@@ -161,7 +161,7 @@ def layer_not_pulled(_runner: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def pushed_too_early(_runner: Any) -> Iterator[None]:
     """Pushes a layer's gradients before its last backward pass."""
-    from megatron_wlb.runtime.strategy.replica import LocalReplica
+    from megatron_wlb.strategies.run.replica import LocalReplica
 
     run = LocalReplica.run
 

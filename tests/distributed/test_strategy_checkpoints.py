@@ -67,8 +67,8 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
 
     from megatron_wlb.runtime.gpt.build import build_model
     from megatron_wlb.runtime.stepping.optimizer import build_optimizer
-    from megatron_wlb.runtime.strategy import shard_files
     from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.strategies.run import shard_files
 
     first, second = f"{folder}/first", f"{folder}/second"
     if dist.get_rank() == 0:

@@ -21,11 +21,12 @@ from helpers.strategy_ranks import (
 from helpers.workload import make_workload
 
 from megatron_wlb.cost import Execution, Hardware, MemoryModel, load_hardware
-from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
-from megatron_wlb.plan.strategy.store import ParameterStore
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
+from megatron_wlb.strategies.plan.store_costs import ParameterStore
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
 
 WORKLOAD = make_workload([[60, 55, 57, 58], [8, 44, 21], [60, 3, 25], [4, 50]], vocab_size=120)
 STRATEGIES = ("4*tp1:128", "2*tp2:128", "tp2:128+pp2:128", "tp2cp2:128")
@@ -79,7 +80,7 @@ def count(config: Config, room_bytes: float) -> Counted:
     import torch
     import torch.distributed as dist
 
-    from megatron_wlb.runtime.strategy import routes
+    from megatron_wlb.strategies.run import routes
 
     rank = dist.get_rank()
     run, runner = open_runner(config, WORKLOAD, lambda *_: room_bytes)
@@ -172,7 +173,7 @@ def order_of_waits(config: Config) -> tuple[list[str], bool]:
     """
     from megatron.core import parallel_state
 
-    from megatron_wlb.runtime.strategy.routes import Pull, Push
+    from megatron_wlb.strategies.run.routes import Pull, Push
 
     run, runner = open_runner(config, WORKLOAD)
     before = dict(vars(parallel_state))

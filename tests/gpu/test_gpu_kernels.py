@@ -25,7 +25,7 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     VarlenKernel,
     choose_kernel,
 )
-from megatron_wlb.runtime.gpt.attention.kernels.choose import time_ms
+from megatron_wlb.runtime.gpt.attention.kernels.selection import time_ms
 
 HEADS, SCALE = 8, 0.1
 LENGTHS = [700, 1, 33, 1290, 128, 256, 5, 147]  # 2560 tokens: 8 slots of CP=4

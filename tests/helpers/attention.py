@@ -19,7 +19,12 @@ from megatron_wlb.runtime.gpt.attention.context_parallel import (
     context_attention,
 )
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, Slice, SliceStore, slice_attention
+from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    LayerSlice,
+    Slice,
+    SliceStore,
+    slice_attention,
+)
 
 
 @contextmanager

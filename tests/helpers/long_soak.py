@@ -15,7 +15,7 @@ import psutil
 
 from helpers.soak import Soak
 from megatron_wlb.cost import DocumentCost, Parallelism
-from megatron_wlb.planning.ledger.audit import History, Report, audit
+from megatron_wlb.planning.ledger.history import History, Report, audit
 from megatron_wlb.planning.ledger.lines import NAME
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.planner import Planner

@@ -20,10 +20,10 @@ import megatron.core.optimizer  # noqa: E402
 import megatron.core.parallel_state  # noqa: E402
 import megatron.core.pipeline_parallel.schedules  # noqa: E402
 
-from megatron_wlb.runtime.compat import targets  # noqa: E402
+from megatron_wlb.runtime.compat import hooks  # noqa: E402
 from megatron_wlb.runtime.compat.source import MegatronSource  # noqa: E402
 
-targets.problems(MegatronSource.installed())  # Ranks keep the sources that are read here.
+hooks.problems(MegatronSource.installed())  # Ranks keep the sources that are read here.
 
 # The training loop too, of the checkout where one is named: which Megatron a rank finds is for the
 # rank to say.

@@ -13,9 +13,9 @@ import torch
 
 def _script() -> Any:
     """Raises :class:`CompatibilityError` on megatron-core 0.18."""
-    from megatron_wlb.runtime.megatron_lm import cpu
+    from megatron_wlb.runtime.megatron_lm import cpu_loop
 
-    cpu.install()
+    cpu_loop.install()
     from megatron_wlb import pretrain_gpt
 
     return pretrain_gpt

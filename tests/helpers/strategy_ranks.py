@@ -52,15 +52,15 @@ def with_strategies(config: Config, path: str) -> Config:
 
 def padded(config: Config, workload: Workload, num_ranks: int = 4) -> Config:
     """The settings of the oracle's run: with the vocabulary padded for all strategies."""
-    from megatron_wlb.planning.strategy_run import StrategyRun
+    from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
     return StrategyRun.of(config, corpora_of(workload), num_ranks).config
 
 
 def plan_for(run: Any, workload: Workload, step: int) -> StepPlan:
     """The next strategy each step; every third step all is run by the first replica."""
-    from megatron_wlb.planning.assign import assign, step_plan
-    from megatron_wlb.planning.dispatch import StepDocuments
+    from megatron_wlb.planning.balance.dispatch import StepDocuments
+    from megatron_wlb.strategies.plan.assigner import assign, step_plan
 
     documents = workload.steps[step]
     candidate = run.candidates[step % len(run.candidates)]
@@ -84,16 +84,16 @@ def open_runner(
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_wlb.planning.strategy_run import StrategyRun
     from megatron_wlb.runtime.gpt.build import build_model
     from megatron_wlb.runtime.ranks.hosts import Hosts
     from megatron_wlb.runtime.stepping.optimizer import optimizer_config
     from megatron_wlb.runtime.stepping.step import StepRunner
-    from megatron_wlb.runtime.strategy.groups import GroupOpener
-    from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica, parameters_of
-    from megatron_wlb.runtime.strategy.runner import StrategyRunner
-    from megatron_wlb.runtime.strategy.store import groups_of
     from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.strategies.plan.strategy_run import StrategyRun
+    from megatron_wlb.strategies.run.groups import GroupOpener
+    from megatron_wlb.strategies.run.replica import Arena, LocalReplica, parameters_of
+    from megatron_wlb.strategies.run.runner import StrategyRunner
+    from megatron_wlb.strategies.run.store import groups_of
 
     distributed.initialize_groups(config)
     corpora = corpora_of(workload)
@@ -148,12 +148,10 @@ def run_step(runner: Any, plan: StepPlan, *, forward_only: bool = False) -> floa
     import torch
     import torch.distributed as dist
 
-    from megatron_wlb.runtime.stepping.step import forward_step
-
-    reports = runner.run_schedule(plan, forward_step, forward_only=forward_only)
+    reports = runner.run_schedule(plan, forward_only=forward_only)
     total = torch.zeros(1, dtype=torch.float64, device=runner.store.weights[0].device)
     for report in reports:
-        total += report
+        total += report[0]
     dist.all_reduce(total)
     return float(total) / plan.num_targets
 
@@ -169,7 +167,7 @@ def name_of(whole: Any) -> str:
 
 def gather(runner: Any, shards: Sequence[Any]) -> State:
     """The tensors that this rank saves, by their names in the whole model."""
-    from megatron_wlb.runtime.strategy.shard_files import gathered
+    from megatron_wlb.strategies.run.shard_files import gathered
 
     pairs = zip(*gathered(runner, shards), strict=True)
     return {name_of(p.whole): t.cpu().numpy().copy() for p, t in pairs}
@@ -178,7 +176,7 @@ def gather(runner: Any, shards: Sequence[Any]) -> State:
 def set_weights(runner: Any, state: State) -> None:
     import torch
 
-    from megatron_wlb.runtime.strategy.shard_files import dealt
+    from megatron_wlb.strategies.run.shard_files import dealt
 
     pieces, routes = dealt(runner)
     device = runner.store.weights[0].device

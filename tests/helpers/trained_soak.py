@@ -69,9 +69,9 @@ def train(num_steps: int, seed: int = 1, *, experts: bool = False) -> Trained:
     # oneDNN keeps up to 1024 kernels by their shapes, which are others in each step: some 10 MiB
     # that come bit by bit and are no leak.
     os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
-    from megatron_wlb.runtime.megatron_lm import cpu
+    from megatron_wlb.runtime.megatron_lm import cpu_loop
 
-    cpu.install()
+    cpu_loop.install()
     import torch
 
     from megatron_wlb.launch import launch

@@ -24,7 +24,7 @@ POINTS = {
     # Where a fault strikes: functions of the program, of which a run calls one.
     "planning": (
         "megatron_wlb.planning.planner:Planner.next_plan",
-        "megatron_wlb.planning.assign:StrategyPlanner.next_plan",
+        "megatron_wlb.planning.balance.assign:StrategyPlanner.next_plan",
     ),
     "forward": ("megatron_wlb.runtime.stepping.step:forward_step",),
     "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
@@ -73,7 +73,7 @@ def prepare(ledger: str, fault: Fault | None) -> None:
     """Runs first in each rank: notes what it trains in ``ledger``, and lays the fault."""
     from megatron_wlb.runtime import rank_main
     from megatron_wlb.runtime.stepping.step import StepRunner
-    from megatron_wlb.runtime.strategy.runner import StrategyRunner
+    from megatron_wlb.strategies.run.runner import StrategyRunner
 
     rank_main.LOST_PEER_S = 5.0  # nothing here has to wait for other machines
     # With strategies the outer one ends last, with the documents of all replicas.

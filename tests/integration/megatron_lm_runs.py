@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from trainer_runs import Finished, Flags, Run, read_metrics, start
+from rank_runs import Finished, Flags, Run, read_metrics, start
 
 from megatron_wlb.launch import STAND_IN
 from megatron_wlb.settings.command_line import megatron_flags
@@ -194,10 +194,10 @@ def assert_equal_steps(found: Path, expected: Path, first: int = 1) -> None:
 
 def install_and_uninstall(_argv: list[str]) -> int:
     """Installs twice and uninstalls, and looks at every name of `megatron.training`."""
-    from megatron_wlb.runtime.megatron_lm import cpu
+    from megatron_wlb.runtime.megatron_lm import cpu_loop
 
     _find_checkout()
-    cpu.install()
+    cpu_loop.install()
     import megatron.training
     from megatron.core.models.gpt import GPTModel
     from megatron.training import arguments, checkpointing, initialize, training, utils
@@ -245,11 +245,11 @@ def launched(argv: list[str], script: str | Path | None = SCRIPT) -> int:
 def _run_alone(argv: list[str]) -> int:
     import runpy
 
-    from megatron_wlb.runtime.megatron_lm import cpu
+    from megatron_wlb.runtime.megatron_lm import cpu_loop
 
     sys.argv = ["pretrain_gpt.py", *argv]
     _find_checkout()
-    cpu.install()
+    cpu_loop.install()
     if SCRIPT:
         runpy.run_path(SCRIPT, run_name="__main__")
     else:

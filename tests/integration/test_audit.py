@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from megatron_lm_runs import BOTH, DP2, launch
-from trainer_runs import Flags, finish, num_lines, read_metrics, tracked
+from rank_runs import Flags, finish, num_lines, read_metrics, tracked
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CheckpointError

@@ -14,7 +14,7 @@ import pytest
 from helpers.layouts import further
 from helpers.strategy_ranks import strategies_file
 from megatron_lm_runs import CP2, DP2, PP2, TP2_SP
-from trainer_runs import ROOT, Flags, command_line, start
+from rank_runs import ROOT, Flags, command_line, start
 
 from megatron_wlb.errors import PlanError
 

@@ -27,7 +27,7 @@ from megatron_lm_runs import (
     run_without_launcher,
     validations,
 )
-from trainer_runs import (
+from rank_runs import (
     Finished,
     Flags,
     assert_refused,
@@ -310,3 +310,17 @@ def test_resume_of_a_stock_checkpoint_is_one_line_and_its_weights_can_be_used(
     finished = finish(launch(tmp_path, 1, flags | {"finetune": True, "wlb_metrics": "metrics"}))
     assert finished.output.count("are not verified: it has no wlb_checksums.txt") == 1
     assert list(losses(tmp_path / "metrics")) == [1, 2]
+
+
+def test_stock_megatron_goes_on_from_a_checkpoint_of_ours(
+    texts: list[Path], tmp_path: Path
+) -> None:
+    """Weights, optimizer, schedule and the number of steps; its documents are Megatron's own."""
+    flags = BOTH | {"data_path": texts[0], "data_cache_path": "cache", "save": "ck"}
+    flags |= {"train_iters": 6, "save_interval": 4, "lr_decay_style": "linear", "exit_interval": 4}
+    ours = finish(launch(tmp_path, 1, flags | {"wlb_packing": "slim"}))
+    flags |= {"load": "ck", "exit_interval": None, "eval_iters": 0}
+    stock = finish(run_without_launcher(tmp_path, 1, flags))
+    rates = logged(stock, "learning rate")
+    assert len(rates) == 2 and float(rates[0]) < float(logged(ours, "learning rate")[-1])
+    assert float(logged(stock, "lm loss")[0]) < float(logged(ours, "lm loss")[0])

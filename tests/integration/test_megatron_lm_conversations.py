@@ -20,7 +20,7 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
 )
-from trainer_runs import assert_refused, finish, losses, read_metrics
+from rank_runs import assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CheckpointError, CorpusError
@@ -98,9 +98,9 @@ def megatrons_own(folder: Path) -> None:
     """Has Megatron's ``SFTDataset`` make every line too, with room for all that the line has."""
     from types import SimpleNamespace
 
-    from megatron_wlb.runtime.megatron_lm import conversations
+    from megatron_wlb.runtime.megatron_lm import sft
 
-    right = conversations.with_conversations
+    right = sft.with_conversations
 
     def both(blend: Any, args: Any, tokenizer: Any) -> Any:
         from megatron.training.datasets.sft_dataset import SFTDataset
@@ -167,9 +167,9 @@ def with_other_tokenizers(folder: Path) -> None:
     """Has the corpora of tokenizers made that differ from the run's in one thing, and noted."""
     from tokenizers import models, normalizers
 
-    from megatron_wlb.runtime.megatron_lm import conversations, session
+    from megatron_wlb.runtime.megatron_lm import session, sft
 
-    right = conversations.with_conversations
+    right = sft.with_conversations
 
     def all_of_them(blend: Any, args: Any, tokenizer: Any) -> Any:
         prefixes = {}

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from megatron_lm_runs import BOTH, PP2, PP2_VPP2, SCRIPT, Flags, launch, logged, validations
-from trainer_runs import finish
+from rank_runs import finish
 
-from megatron_wlb.runtime.compat import script, targets
+from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 pytestmark = pytest.mark.checkout
@@ -41,7 +41,7 @@ def test_megatrons_own_script_is_known() -> None:
     source = MegatronSource.at(os.environ["MEGATRON_LM_PATH"])
     made = functions_of(source.core_root / "pretrain_gpt.py")
     found = [made["forward_step"], made["train_valid_test_datasets_provider"]]
-    known = targets.version_of(source.version)
+    known = hooks.version_of(source.version)
     assert [*map(script.fingerprint, found)] == [known.forward_step, known.datasets]
 
 

@@ -28,7 +28,7 @@ from megatron_lm_runs import (
     logged,
     run_without_launcher,
 )
-from trainer_runs import finish
+from rank_runs import finish
 
 pytestmark = pytest.mark.launcher
 
@@ -175,7 +175,7 @@ def test_model_is_megatrons_own(
 
 def turn_halves() -> None:
     """Turns channels i and i + n ÷ 2 of a latent's head together: Megatron turns 2i and 2i + 1."""
-    from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
+    from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 
     rotated = DocumentLatentAttention._rotated
 

@@ -22,7 +22,7 @@ from megatron_lm_runs import (
     run_without_launcher,
     validations,
 )
-from trainer_runs import finish, losses, read_metrics, start
+from rank_runs import finish, losses, read_metrics, start
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.measure_cost import main as measure_cost
@@ -83,8 +83,8 @@ MODELS: dict[str, tuple[Flags, tuple[str, ...]]] = {
 
 def other_strategy_each_step() -> None:
     """Lets each step have the strategy after the one before, and not the fastest one."""
-    from megatron_wlb.planning import assign
-    from megatron_wlb.planning.dispatch import StepDocuments
+    from megatron_wlb.planning.balance import assign
+    from megatron_wlb.planning.balance.dispatch import StepDocuments
 
     plans = assign.StrategyPlanner.next_plan
 

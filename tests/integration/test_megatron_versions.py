@@ -14,7 +14,7 @@ import pytest
 from helpers.versions import CASES, patched_copy, run_with_core
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat import hooks
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 VARIABLE = "MEGATRON_CORE_SOURCES"
@@ -36,7 +36,7 @@ def sources() -> dict[str, MegatronSource]:
 SOURCES = sources()
 
 
-@pytest.fixture(params=targets.VERSIONS)
+@pytest.fixture(params=hooks.VERSIONS)
 def source(request: pytest.FixtureRequest) -> MegatronSource:
     if request.param not in SOURCES:
         pytest.skip(f"no source of megatron-core {request.param} in {VARIABLE}")
@@ -44,14 +44,14 @@ def source(request: pytest.FixtureRequest) -> MegatronSource:
 
 
 def test_source_has_every_hook(source: MegatronSource) -> None:
-    assert not any(targets.problems(source).values())
+    assert not any(hooks.problems(source).values())
     assert source.has_training
 
 
 def test_patches_apply(source: MegatronSource, tmp_path: Path) -> None:
-    if not targets.VERSIONS[source.version].tested:
+    if not hooks.VERSIONS[source.version].tested:
         pytest.skip(f"there are no patches for megatron-core {source.version}")
-    targets.check(source=patched_copy(source, tmp_path))
+    hooks.check(source=patched_copy(source, tmp_path))
     for path in (tmp_path / "megatron/core/pipeline_parallel").glob("*.py"):
         compile(path.read_bytes(), path, "exec")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, EXPERTS, PP2, launch, validations
-from trainer_runs import Flags, finish, losses, read_metrics
+from rank_runs import Flags, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import build_corpus
 

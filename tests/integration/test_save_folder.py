@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from megatron_lm_runs import BOTH, MEGATRON_LM, launch
-from trainer_runs import (
+from rank_runs import (
     Flags,
     assert_refused,
     finish,
@@ -32,7 +32,7 @@ SAVING: Flags = {"save": "run", "load": "run", "exit_signal_handler": True}
 
 def slow() -> None:
     """Leaves processor time to the runs beside this one."""
-    from megatron_wlb.runtime.measuring.metrics import MetricsFile
+    from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile
 
     write = MetricsFile.write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainer_runs import Finished, assert_refused, spawn
+from rank_runs import Finished, assert_refused, spawn
 
 from megatron_wlb.errors import ConfigError
 

@@ -25,10 +25,10 @@ PAGES = {
     str(path.relative_to(PROJECT)): path.read_text(encoding="utf-8")
     for path in (
         *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "patches/README.md")),
-        *sorted(DOCS.glob("*.md")),
+        *sorted([*DOCS.glob("*.md"), *(DOCS / "results").glob("*.md")]),
     )
 }
-README_LINES = 120
+README_LINES, READERS_PAGES = 120, 20
 PLACES = ("megatron_wlb", "tests", "scripts", "configs", "docs", "patches")
 SETTINGS = {flag_of(name) for g in groups_of_settings().values() for name in g.__annotations__}
 OURS = {flag for flag in SETTINGS if flag.startswith("--wlb-")}
@@ -114,15 +114,24 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(path.read_text(encoding="utf-8")), link
 
 
-def test_index_has_every_page() -> None:
-    assert {f"docs/{name}" for name in links(PAGES["docs/README.md"])} >= {
-        page for page in PAGES if page.startswith("docs/") and page != "docs/README.md"
-    }
+@pytest.mark.parametrize("folder", [DOCS, DOCS / "results"])
+def test_index_has_every_page(folder: Path) -> None:
+    index = f"{folder.relative_to(PROJECT)}/README.md"
+    pages = {path.name for path in folder.glob("*.md")} - {"README.md"}
+    assert {link.partition("#")[0] for link in links(PAGES[index])} >= pages
+
+
+def test_readers_pages_are_few_and_plain() -> None:
+    pages = {path: PAGES[str(path.relative_to(PROJECT))] for path in DOCS.glob("*.md")}
+    assert len(pages) - 1 <= READERS_PAGES, "with the index beside them"
+    for path, text in pages.items():
+        found = re.search("of which|by which|is none", " ".join(text.split()))
+        assert not found, f"{path.name}: {found}"
 
 
 def test_every_picture_is_shown() -> None:
     shown = {Path(link).name for text in PAGES.values() for link in links(text)}
-    assert {path.name for path in (DOCS / "images").iterdir()} <= shown
+    assert {path.name for path in DOCS.rglob("*.png")} <= shown
 
 
 @ALL_PAGES

@@ -13,37 +13,41 @@ from types import EllipsisType
 import pytest
 
 import megatron_wlb
+from megatron_wlb.extensions import EXTENSIONS, load
 
 PACKAGE = Path(megatron_wlb.__file__).parent
 PROJECT = PACKAGE.parent
 MAX_LINES = 600
 
-MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch")
+MAY_IMPORT_MEGATRON = ("runtime", "strategies.run", "pretrain_gpt", "launch")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
+FORMER_PATHS = ("verl", "slime", "packing_scheduler")
+"""Of adapters; users' own scripts name them."""
 FLOORS = (
-    ("errors", "interrupts", "files", "reading"),
+    ("errors", "interrupts", "files", "reading", "extensions"),
     ("settings",),
     ("cost",),
     ("plan", "data"),
     ("planning", "simulator"),
     ("study", "api", "runtime"),
-    ("cli", "trainers", "slime", "verl", "packing_scheduler"),
+    ("cli", "strategies", "adapters"),
 )
 """From the ground up. Each imports from those before it alone, on its own floor too. Programs stand
 beside ``cli``, and the scripts above."""
-LAYERS = tuple(layer for floor in FLOORS for layer in floor)
+LAYERS = (*(layer for floor in FLOORS for layer in floor), *FORMER_PATHS)
 INSIDE = {
     "cost": ("schedule", ...),
-    "plan": ("sharding", "strategy", "targets"),
+    "plan": ("sharding", "replicas", "target_runs"),
     "planning": ("packing", "planner", ..., "ledger"),
     "runtime": (
-        "compat", "emulation", "device_clock", "ranks", "gpt", "stepping", "saving", "rank_main",
-        "measuring", "strategy", "trainer", "megatron_lm", "profiling",
+        "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
+        "rank_main", "measuring", "trainer", "megatron_lm",
     ),
+    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "extension"),
 }  # fmt: skip
 """The order inside a folder. The dots are all that it does not name."""
-PLANNING = LAYERS[: LAYERS.index("runtime")]
+PLANNING = (*LAYERS[: LAYERS.index("runtime")], "strategies.plan")
 ADVICE = ("study", "api")
 """What forecasts and compares. No run needs it: nothing of these imports it."""
 RUNS = ("runtime", *PROGRAMS)
@@ -133,10 +137,26 @@ def test_each_imports_from_what_stands_before_it() -> None:
     assert "planning.planner imports planning.packing" in backwards, "the test sees imports"
 
 
+def test_core_imports_neither_strategies_nor_adapters() -> None:
+    """Not inside functions either; :mod:`megatron_wlb.extensions` names them."""
+    outside = ("strategies", "adapters", *FORMER_PATHS)
+    core = [module for module in MODULES if not belongs(module, outside)]
+    found = {m: {o for o in of_project(MODULES[m]) if belongs(o, outside)} for m in core}
+    assert {module: others for module, others in found.items() if others} == {}
+    assert any(
+        belongs(other, ("strategies",)) for other in of_project(MODULES["strategies.run.runner"])
+    )
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_extensions_are_where_the_table_says(name: str) -> None:
+    assert callable(load(name))
+
+
 def test_house_has_few_floors_and_folders() -> None:
     scripts = 1
     assert len(FLOORS) + scripts <= 8
-    assert sum(path.is_dir() and path.name != "__pycache__" for path in PACKAGE.iterdir()) <= 9
+    assert sum(path.is_dir() and path.name != "__pycache__" for path in PACKAGE.iterdir()) <= 11
 
 
 def test_runs_import_nothing_that_only_advises() -> None:

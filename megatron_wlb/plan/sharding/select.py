@@ -2,7 +2,7 @@
 
 ``adaptive`` is WLB-LLM §5.3: per-sequence or per-document, whichever has the faster attention.
 ``hybrid`` also weighs sharding only the long documents per document, and from which length on.
-Both go by :mod:`megatron_wlb.cost.attention`'s predictions of one layer's attention.
+Both go by :mod:`megatron_wlb.cost.attention_latency`'s predictions of one layer's attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from megatron_wlb.cost.attention import AttentionLatency, Floats
+from megatron_wlb.cost.attention_latency import AttentionLatency, Floats
 from megatron_wlb.cost.document import imbalance
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding.shard import (

@@ -172,7 +172,7 @@ class Packer(ABC):
     work understated."""
     slices: ClassVar[bool] = False
     """Whether documents of any length run whole, in slices that
-    :class:`~megatron_wlb.planning.slicing.Slicer` cuts. Replicas then run unlike numbers of
+    :class:`~megatron_wlb.planning.slicing.cut.Slicer` cuts. Replicas then run unlike numbers of
     micro-batches."""
     cannot: ClassVar[Mapping[str, str]] = {}
     """Flags of Megatron-LM that it cannot run with, and why."""

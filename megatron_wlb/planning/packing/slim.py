@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SlimPacker(Packer):
     """Gives back the documents of each step as they came, in one list.
 
-    :class:`~megatron_wlb.planning.slicing.Slicer` deals them out to replicas and cuts the long
+    :class:`~megatron_wlb.planning.slicing.cut.Slicer` deals them out to replicas and cuts the long
     ones into slices, so none has to wait. They may have any length.
     """
 

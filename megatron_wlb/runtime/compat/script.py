@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_wlb.errors import refuse_all
-from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat import hooks
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ def check(version: str, forward_step: Any, datasets_provider: Any) -> None:
 
     Raises :class:`ConfigError` for code that would be left out.
     """
-    known = targets.known(version)
+    known = hooks.known(version)
     messages = []
-    versions = targets.VERSIONS.values()
+    versions = hooks.VERSIONS.values()
     for function, own, what, remedy in (
         (
             forward_step,

@@ -38,7 +38,7 @@ from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.runtime.emulation import cpu
-from megatron_wlb.runtime.gpt.attention.core import (
+from megatron_wlb.runtime.gpt.attention.document_attention import (
     AttentionOptions,
     DocumentAttention,
     check_config,
@@ -46,7 +46,7 @@ from megatron_wlb.runtime.gpt.attention.core import (
 )
 from megatron_wlb.runtime.gpt.attention.head_start import least_bytes
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
-from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
+from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
@@ -407,8 +407,8 @@ def use_kernel(model: Model, options: AttentionOptions) -> None:
 
 def tell_other_kernel(saved: str | None, error: CompatibilityError) -> None:
     logger.warning(
-        "the checkpoint's steps ran attention kernel %s, which is not to be had here (%s): steps "
-        "differ in rounding from here on",
+        "the checkpoint's steps ran attention kernel %s, which is not available here (%s); "
+        "rounding will differ from now on",
         saved,
         error,
     )

@@ -42,7 +42,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
-from megatron_wlb.runtime.gpt.attention.slices import Slice
+from megatron_wlb.runtime.gpt.attention.slice_attention import Slice
 
 _LOGGED = {
     "aux_loss": "load_balancing_loss",

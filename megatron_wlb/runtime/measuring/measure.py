@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost.fit import Sample, fit_document_cost
 from megatron_wlb.cost.fp8 import row_multiple
-from megatron_wlb.cost.profile import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.runtime.device_clock import Clock
-from megatron_wlb.runtime.gpt.attention.core import layer_reach, model_reach
+from megatron_wlb.runtime.gpt.attention.document_attention import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead, layers_of, take_losses

@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.gpt.attention.core import AttentionOptions
+from megatron_wlb.runtime.gpt.attention.document_attention import AttentionOptions
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
 from megatron_wlb.runtime.gpt.build import (

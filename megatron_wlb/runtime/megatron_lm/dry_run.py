@@ -102,14 +102,14 @@ def settings(flags: Sequence[str], num_devices: int) -> Config:
     """
     import torch
 
-    from megatron_wlb.runtime.compat import targets
-    from megatron_wlb.runtime.megatron_lm import arguments, cpu, refusals
+    from megatron_wlb.runtime.compat import hooks
+    from megatron_wlb.runtime.megatron_lm import arguments, cpu_loop, refusals
 
     refusals.check_words(flags)
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(num_devices), "LOCAL_RANK": "0"}
     try:
         if not torch.cuda.is_available():
-            cpu.install()
+            cpu_loop.install()
         from megatron.training.arguments import parse_args, validate_args
 
         from megatron_wlb.runtime.megatron_lm import install
@@ -120,7 +120,7 @@ def settings(flags: Sequence[str], num_devices: int) -> Config:
         ) from error
     sys.argv = ["pretrain_gpt.py", *flags]
     args = parse_args(arguments.add_arguments)
-    targets.check(allow_untested=args.wlb_allow_untested_megatron)
+    hooks.check(allow_untested=args.wlb_allow_untested_megatron)
     refusals.check(args)
     arguments.prepare(args)
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}

@@ -1,6 +1,6 @@
 """Puts plans into Megatron-LM's training loop: one explicit call, undone by another.
 
-Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.compat.targets`
+Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.compat.hooks`
 with the parameters counted on; a missing or changed one is an error that names the Megatron
 version.
 """
@@ -18,15 +18,15 @@ from typing import Any
 from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
 from megatron_wlb.planning import guards as layout_guards
-from megatron_wlb.planning import strategy_run
-from megatron_wlb.runtime.compat import script, targets
+from megatron_wlb.planning.extension import extension_of
+from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.gpt import prediction
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
-    cpu,
+    cpu_loop,
     fsdp,
     log,
     refusals,
@@ -34,7 +34,6 @@ from megatron_wlb.runtime.megatron_lm import (
     schedule,
 )
 from megatron_wlb.runtime.megatron_lm.session import Session
-from megatron_wlb.runtime.megatron_lm.strategy_session import StrategySession
 from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.ranks import agreement, watchdog
 from megatron_wlb.runtime.saving import unpickling
@@ -71,7 +70,7 @@ def install(*, allow_untested: bool = False) -> None:
     global _installed
     if _installed:
         return
-    targets.check(allow_untested=allow_untested)
+    hooks.check(allow_untested=allow_untested)
     try:
         from megatron.training import training
 
@@ -108,7 +107,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     """
     if not getattr(args, "fake_process_group", False):
         agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
-    refusals.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
+    refusals.check(args, list(cpu_loop.refusals(args)) if emulation.installed() else ())
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
     if not elsewhere and args.load is not None and "://" not in args.load:
         if error := missing_load(args.load, args.save):
@@ -145,10 +144,8 @@ def settle(args: argparse.Namespace, saved: Callable[[], Mapping[str, Any]] = di
     num_ranks, alone = args.world_size, config
     if config.wlb.wlb_strategies is None and config.wlb.wlb_cost not in ("analytic", "measured"):
         read_cost(config.wlb.wlb_cost, "--wlb-cost")  # of which model is seen when it is built
-    if config.wlb.wlb_strategies is not None:
-        strategy_run.check(config)
-        strategy_run.check_ranks(config, args.world_size)
-        num_ranks, alone = 1, strategy_run.undivided(config)
+    if extension := extension_of(config):
+        num_ranks, alone = 1, extension.alone(config, args.world_size)
     layout_guards.check(alone, num_ranks)
     layout_guards.check_micro_batches(alone, num_ranks)
     if args.eval_iters:
@@ -193,7 +190,8 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
         last = args.world_size - 1  # it knows the loss, and may be on another machine than rank 0
         check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics), last)
     watchdog.watch(config.wlb.wlb_hang_seconds, end)
-    kind = Session if config.wlb.wlb_strategies is None else StrategySession
+    extension = extension_of(config)
+    kind = Session if extension is None else extension.session()
     _session = kind(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
@@ -213,9 +211,7 @@ def _set_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     save = _session.args.save
     if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
         lock_folder(save)
-    if isinstance(_session, StrategySession):
-        kwargs = dict(targets.adapter().with_provider(kwargs))
-    built = original(*args, **kwargs)
+    built = original(*args, **_session.set_up(kwargs))
     _session.take_model(built[0])
     return built
 

@@ -20,7 +20,7 @@ from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.prediction import track_step
-from megatron_wlb.runtime.measuring.metrics import MetricsFile, step_values
+from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile, step_values
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
 from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.settings.config import WlbConfig

@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that cannot run with step plans, refused before any process group forms.
 
 Some of them Megatron would run and silently compute something else. A flag that is not in the table
-works as it does in Megatron, or has no meaning left (``docs/limits.md`` says which).
+works as it does in Megatron, or changes nothing (``docs/limits.md`` says which).
 """
 
 from __future__ import annotations
@@ -170,14 +170,14 @@ REFUSALS: tuple[Refusal, ...] = (
         ("local", "transformer_engine")),
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
-    Refusal("--fp8-format", "layers of the local implementation would train in bf16 without a word",
+    Refusal("--fp8-format", "local layers would train in bf16 without a warning",
         "use --transformer-impl transformer_engine",
         refused=lambda a: a.fp8 and a.transformer_impl == "local"),
-    Refusal("--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
+    Refusal("--fp4-format", "it needs Blackwell GPUs, and the cost model has no data for them",
         "use --fp8-format"),
     Refusal(
         "--moe-shared-expert-overlap", "its passes run on a stream of their own, and with "
-        "--wlb-host-gib memory that comes back is given to other streams too early",
+        "--wlb-host-gib memory that comes back goes to other streams too early",
         "leave one of the two out",
         refused=lambda a: a.moe_shared_expert_overlap and a.wlb_host_gib,
     ),
@@ -191,8 +191,8 @@ REFUSALS: tuple[Refusal, ...] = (
         refused=lambda a: a.defer_embedding_wgrad_compute and a.sequence_parallel
         and a.tensor_model_parallel_size > 1),
     Refusal(
-        "--recompute-modules", "Megatron's recomputation of mlp gives back the bias itself, whose "
-        "gradient then needs its own: the first backward pass never ends",
+        "--recompute-modules", "Megatron's recomputation of mlp returns the bias itself, whose "
+        "gradient then needs itself: the first backward pass never ends",
         "use --disable-bias-linear, or leave mlp out", refused=_recomputes_biases),
     # The layout.
     Refusal("--hybrid-context-parallel", _OWN_PACKING),
@@ -204,16 +204,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
         "--moe-token-dispatcher-type", "the buffers of HybridEP hold as many tokens of each rank "
-        "as of this one, and lengths of micro-batches vary",
+        "as of this one, but lengths of micro-batches vary",
         "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_pads_experts),
     Refusal(
         "--moe-pad-expert-input-to-capacity", "ranks would exchange as many tokens as their own "
         "micro-batch has, and lengths of micro-batches vary",
-        "leave it out, as --moe-expert-capacity-factor alone drops tokens too"),
-    Refusal("--mlp-chunks-for-training", "experts would be chosen for a part of a micro-batch at a "
-        "time, and their losses and counts are by document",
+        "leave it out: --moe-expert-capacity-factor alone drops tokens too"),
+    Refusal("--mlp-chunks-for-training", "experts would be chosen for one part of a micro-batch "
+        "after another, but their losses and counts are by document",
         refused=lambda a: (a.mlp_chunks_for_training or 1) > 1 and a.num_experts),
-    Refusal("--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
+    Refusal("--moe-router-load-balancing-type", "its quantiles are of a sequence, not a document",
         "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else),
     Refusal("--use-megatron-fsdp",
         "its wrapper runs on CUDA devices alone, where it was not compared with one process",
@@ -236,11 +236,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--dataloader-inter-document-masking", "attention stays inside each document already"),
     Refusal("--dataloader-save", "the state of the data is in the checkpoint itself"),
     Refusal("--object-storage-cache-path", "corpora must be files"),
-    Refusal("--full-validation", "an evaluation is so many steps", "use --eval-iters"),
-    Refusal("--multiple-validation-sets", "an evaluation is of one blend"),
+    Refusal("--full-validation", "an evaluation has a fixed number of steps", "use --eval-iters"),
+    Refusal("--multiple-validation-sets", "an evaluation uses one blend"),
     Refusal("--phase-transition-iterations", "a stream of documents has one phase"),
     # Checkpoints.
-    Refusal("--override-ckpt-iteration", "which documents were trained is known of the saved step",
+    Refusal("--override-ckpt-iteration", "only a saved step knows which documents were trained",
         "give --ckpt-step with a saved one"),
     Refusal("--use-distributed-optimizer",
         "in fp32 Megatron saves a form of its state that it cannot load",
@@ -317,18 +317,18 @@ NO_EFFECT: tuple[Refusal, ...] = (
 
 TOLD: tuple[Refusal, ...] = (
     Refusal("--attention-dropout",
-        "the kernels flash-attn-3 and torch-cpu have no dropout, and with it attention has no head "
-        "start",
+        "the kernels flash-attn-3 and torch-cpu have no dropout, and attention has no head start "
+        "with it",
         "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)"),
     Refusal("--moe-token-dispatcher-type",
-        "DeepEP exchanges the numbers of tokens, as lengths that vary need, but nobody has tried "
-        "it with plans yet",
+        "DeepEP exchanges the numbers of tokens, which lengths that vary need, but nobody has "
+        "tried it with plans yet",
         "compare the first losses with those of alltoall",
         refused=_runs_deepep),
     Refusal("--disable-gloo-process-groups",
-        "Megatron makes no groups of gloo, but ranks compare plans between their hosts, without "
-        "waiting for GPUs, and open two groups of gloo for that",
-        "let its connections through (GLOO_SOCKET_IFNAME names the network)",
+        "Megatron makes no groups of gloo, but ranks still open two, to compare plans between "
+        "their hosts without waiting for GPUs",
+        "let their connections through (GLOO_SOCKET_IFNAME names the network)",
         refused=lambda a: a.enable_gloo_process_groups is False),
 )  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
@@ -374,7 +374,7 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
     if scales_late and args.world_size > _shards(args):
         logger.warning(
             "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
-            "micro-batch; --fp8-recipe tensorwise spares that"
+            "micro-batch; --fp8-recipe tensorwise avoids that"
         )
 
 
@@ -387,8 +387,8 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         )
     if not getattr(args, "eval_interval", True) and not getattr(args, "skip_train", False):
         yield (
-            "--eval-interval is missing, by which Megatron-LM counts evaluations, though there be "
-            "none; give it, as in --eval-interval 1000"
+            "--eval-interval is missing, and Megatron-LM needs it even without evaluations; add "
+            "--eval-interval 1000"
         )
     shards = _shards(args)
     if args.world_size % shards:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -43,9 +43,9 @@ from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
 from megatron_wlb.runtime.megatron_lm.chunks import install as install_chunks
 from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
-from megatron_wlb.runtime.megatron_lm.conversations import with_conversations
+from megatron_wlb.runtime.megatron_lm.fim import with_middles
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
-from megatron_wlb.runtime.megatron_lm.middles import with_middles
+from megatron_wlb.runtime.megatron_lm.sft import with_conversations
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.agreement import of_corpora, of_state
 from megatron_wlb.runtime.saving.ledger import open_ledger
@@ -143,6 +143,10 @@ class Session:
     def compared(self) -> tuple[str, ...]:
         """Megatron's settings that plans depend on: of stages only where steps are simulated."""
         return (*_OF_COSTS, *_OF_STAGES) if simulates(self.config.wlb) else _OF_COSTS
+
+    def set_up(self, keywords: dict[str, Any]) -> Mapping[str, Any]:
+        """The keywords with which Megatron builds model and optimizer."""
+        return keywords
 
     def take_model(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Takes what Megatron has built; a second call with the same does nothing."""

@@ -12,7 +12,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_planner
 from megatron_wlb.planning.planner import Planner
-from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat import hooks
 from megatron_wlb.runtime.gpt.build import build_model
 from megatron_wlb.runtime.measuring.measure import measured_cost
 from megatron_wlb.runtime.stepping.optimizer import build_optimizer, build_scheduler
@@ -38,7 +38,7 @@ class Trainer:
 
     def __init__(self, config: Config, device: str, corpora: Corpora | None = None) -> None:
         """Builds the model; ``corpora`` are those of the settings where none are given."""
-        targets.check(allow_untested=config.wlb.wlb_allow_untested_megatron)
+        hooks.check(allow_untested=config.wlb.wlb_allow_untested_megatron)
         self.config = config
         self.corpora = Corpora.open(config) if corpora is None else corpora
         self.model = build_model(config, self.corpora.vocab_size)

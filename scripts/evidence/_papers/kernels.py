@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from _papers.paper import Effort, K, scenario
-from megatron_wlb.cost.attention import (
+from megatron_wlb.cost.attention_latency import (
     AttentionLatency,
     Floats,
     Ints,

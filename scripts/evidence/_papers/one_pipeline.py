@@ -79,7 +79,7 @@ def pipeline(
 
 
 BEST_FOR_ORIGINAL = Parallelism(2, 8, 2, 8, 2, sequence_parallel=True)
-"""What `wlb plan` finds for `original`: 7B on 64 GPUs, N = 16 (docs/slices.md)."""
+"""What `wlb plan` finds for `original`: 7B on 64 GPUs, N = 16 (docs/results/slices.md)."""
 
 
 def overlap_gain(effort: Effort) -> float:

@@ -29,7 +29,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.simulator.step import Lengths, Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 

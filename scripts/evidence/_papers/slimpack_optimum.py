@@ -1,10 +1,11 @@
 """How far the package's cuts are from the best ones: small steps, solved exactly.
 
 SlimPack finds slices by a mixed-integer programme (§4.1); the package cuts in closed form
-(:mod:`megatron_wlb.planning.slicing`). Here few documents run on one pipeline, and the programme is
-of the whole step: where documents are cut, in which units whole ones run, how many units each chain
-has, and the time of each pass on each rank under the runtime's schedule of these chains. SCIP
-solves it within OR-tools. All is *simulated*, with the costs of :mod:`_papers.one_pipeline`.
+(:mod:`megatron_wlb.planning.slicing.cut`). Here few documents run on one pipeline, and the
+programme is of the whole step: where documents are cut, in which units whole ones run, how many
+units each chain has, and the time of each pass on each rank under the runtime's schedule of these
+chains. SCIP solves it within OR-tools. All is *simulated*, with the costs of
+:mod:`_papers.one_pipeline`.
 
 As in the package both passes run the same units, chains come heaviest first, a unit has slices of
 at most one document, and cuts are multiples of some tokens.
@@ -26,7 +27,7 @@ from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import Document
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 
 GAP = 0.002
 """Share of an optimum within which a solution counts as one."""

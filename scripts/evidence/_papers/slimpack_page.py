@@ -335,7 +335,7 @@ def _hold(effort: Effort) -> Section:
         "helps slices. With V = 4 each, "
         f"`slim` does {min(over_chunks):.2f} to {max(over_chunks):.2f} times the work a second of "
         f"`original`, and net of the overlap {min(net_chunks):.2f} to {max(net_chunks):.2f} times. "
-        "In the layout that is best for `original` ([slices.md](slices.md)) TP is 2, and the "
+        "In the layout that is best for `original` ([slices.md](../slices.md)) TP is 2, and the "
         f"overlap is worth {overlap_gain(effort) - 1:.1%}.",
         ("over `original` as Megatron shards it", "net", "bubbles", "peak GiB"),
         1.0,

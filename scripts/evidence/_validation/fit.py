@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_wlb.cost.document import Work
-from megatron_wlb.cost.profile import fit_columns
+from megatron_wlb.cost.fit import fit_columns
 from megatron_wlb.errors import ConfigError
 
 

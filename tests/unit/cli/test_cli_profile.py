@@ -5,10 +5,10 @@ import pytest
 import yaml
 
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
+from megatron_wlb.cost.attention_latency import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
-from megatron_wlb.runtime.profiling.hardware_file import hardware_content, long_document_tflops
-from megatron_wlb.runtime.profiling.rates import Rates
+from megatron_wlb.runtime.measuring.hardware_file import hardware_content, long_document_tflops
+from megatron_wlb.runtime.measuring.rates import Rates
 
 RATES = Rates("cpu", "float32", 1, 0.2, 0.15, 0.1, 40.0, 30.0)
 
@@ -24,7 +24,7 @@ def profile(num_heads=4, us=20000.0):
 @pytest.fixture
 def quick(monkeypatch):
     """Measuring itself is tested elsewhere."""
-    import megatron_wlb.runtime.profiling.rates as rates
+    import megatron_wlb.runtime.measuring.rates as rates
 
     monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from helpers.index import write_index
 
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
 
 SIZES = {

@@ -18,7 +18,7 @@ from megatron_wlb.planning import guards
 from megatron_wlb.planning.from_config import max_tokens, run_of
 from megatron_wlb.planning.from_words import settings_of
 from megatron_wlb.planning.packing import PackingSettings
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 
 DENSE: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_wlb.data.samples import SampleCorpus
+from megatron_wlb.data.sample_corpus import SampleCorpus
 from megatron_wlb.errors import CorpusError
 
 

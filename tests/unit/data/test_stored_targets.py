@@ -18,7 +18,7 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.targets import RUN, SUFFIX, Targets, runs_of, write_targets
 from megatron_wlb.errors import CheckpointError, CorpusError
 from megatron_wlb.plan import Document, Span
-from megatron_wlb.plan.targets import by_sample, weight_of
+from megatron_wlb.plan.target_runs import by_sample, weight_of
 
 LENGTHS = [7, 1, 30, 12]
 masks = st.lists(st.sampled_from([0, 1, 1, 0.5, 2]), max_size=40)

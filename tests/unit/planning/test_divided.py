@@ -16,7 +16,7 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.simulator.step import Simulator, slowest_us
 
 WINDOW = 131072

@@ -17,14 +17,15 @@ from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Unit, UnitTable
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning import guards, room
+from megatron_wlb.planning import guards
+from megatron_wlb.planning.balance.samples import plan_step
 from megatron_wlb.planning.from_config import execution
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
-from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.run import Run
-from megatron_wlb.planning.samples import plan_step
-from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.slicing import room
+from megatron_wlb.planning.slicing.cut import Slicer
+from megatron_wlb.planning.slicing.room import MemoryLimit
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.step import Simulator
 

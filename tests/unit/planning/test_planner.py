@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
-from megatron_wlb.cost.attention import AnalyticAttention
+from megatron_wlb.cost.attention_latency import AnalyticAttention
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError

@@ -10,11 +10,12 @@ import yaml
 
 from megatron_wlb.cost import DocumentCost, Execution, ProfiledCost, load_hardware
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
+from megatron_wlb.cost.attention_latency import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.balance.numbers import NumberChooser
 from megatron_wlb.planning.from_config import (
     known_cost,
     make_evaluation_planner,
@@ -26,7 +27,6 @@ from megatron_wlb.planning.from_config import (
     recompute,
     run_of,
 )
-from megatron_wlb.planning.numbers import NumberChooser
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config

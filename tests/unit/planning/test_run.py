@@ -20,7 +20,7 @@ from megatron_wlb.cost import (
     Recompute,
     load_hardware,
 )
-from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.layers import Precisions

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime import findings
+from megatron_wlb.runtime.compat import hooks
 from megatron_wlb.runtime.compat.source import MegatronSource
-from megatron_wlb.runtime.measuring import doctor
-from megatron_wlb.runtime.measuring.doctor import Finding, examine
+from megatron_wlb.runtime.findings import Finding, examine
 
 P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
 
@@ -28,7 +28,7 @@ def test_this_installation_is_healthy(capsys: pytest.CaptureFixture[str]) -> Non
     found = {finding["subject"]: finding for finding in shown["findings"]}
     assert found["megatron-core"]["found"] == MegatronSource.installed().version
     assert found["torch-cpu"]["level"] == found["sdpa"]["level"] == "ok"
-    number = len(targets.problems(MegatronSource.installed()))
+    number = len(hooks.problems(MegatronSource.installed()))
     assert found["hooked names"]["found"].startswith(f"{number} of {number} names")
 
 
@@ -74,9 +74,9 @@ def test_missing_packages_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
         raise importlib.metadata.PackageNotFoundError(name)
 
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(findings.importlib.metadata, "version", version)
     monkeypatch.setattr(
-        doctor.importlib.util,
+        findings.importlib.util,
         "find_spec",
         lambda name: None if name in ("torch", "megatron", "apex") else find_spec(name),
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.measuring.metrics import MetricsFile
+from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile
 from megatron_wlb.runtime.saving import lock
 
 

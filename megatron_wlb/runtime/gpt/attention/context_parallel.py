@@ -50,9 +50,14 @@ from megatron_wlb.runtime.gpt.attention.divided import all_gather as _all_gather
 from megatron_wlb.runtime.gpt.attention.divided import reduce_scatter as _reduce_scatter
 from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
 from megatron_wlb.runtime.gpt.attention.latent_rows import Expand, LatentRows
-from megatron_wlb.runtime.gpt.attention.slices import KernelCall, LayerSlice, PrefixCall, halves
+from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    KernelCall,
+    LayerSlice,
+    PrefixCall,
+    halves,
+)
 from megatron_wlb.runtime.ranks.transfer import to_device
 
 

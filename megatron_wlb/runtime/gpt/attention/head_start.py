@@ -22,8 +22,8 @@ import torch
 
 from megatron_wlb.plan.sharding import RankLayout
 from megatron_wlb.runtime.gpt.attention.kernels import Demand, Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, join
-from megatron_wlb.runtime.gpt.attention.kernels.choose import Problem, problems
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
+from megatron_wlb.runtime.gpt.attention.kernels.selection import Problem, problems
 from megatron_wlb.runtime.ranks.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def least_bytes(kernel: VarlenKernel, demand: Demand) -> int | None:
         return None
     mistake = check_parts(kernel, demand)
     if mistake is not None:
-        logger.warning("attention gets no head start, as in two parts %s", mistake)
+        logger.warning("attention gets no head start, because in two parts %s", mistake)
         return None
     return LEAST_BYTES
 

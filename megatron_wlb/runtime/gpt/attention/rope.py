@@ -12,7 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
+from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
 
 
 class DocumentRotaryEmbedding(torch.nn.Module):

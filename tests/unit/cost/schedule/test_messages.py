@@ -15,7 +15,7 @@ from megatron_wlb.cost.schedule.messages import (
     timeline,
 )
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.planning import slicing
+from megatron_wlb.planning.slicing import cut
 
 CHAINS = (1, 1, 3, 5, 1, 1, 8, 1, 2)
 
@@ -84,7 +84,7 @@ def test_replicas_meet_in_one_order_with_several_chunks(monkeypatch) -> None:
     found = [*plans()]
     assert all(orders_agree(plan, 2, 4) for plan in found)
     assert sum(any(m.replicas for m in plan) for plan in found) > len(found) / 3
-    monkeypatch.setattr(slicing, "meet_in_order", lambda *_: True)
+    monkeypatch.setattr(cut, "meet_in_order", lambda *_: True)
     wrong = next(plan for plan in plans() if not orders_agree(plan, 2, 4))
     blocks = [[m.replicas for m in own] for own in wrong.micro_batches]
     assert not meet_in_order(2, 4, wrong.chains, blocks)

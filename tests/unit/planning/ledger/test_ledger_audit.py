@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.planning.ledger.audit import History, Report, audit
+from megatron_wlb.planning.ledger.history import History, Report, audit
 from megatron_wlb.planning.ledger.lines import LENGTH, NAME, decode, encode, read, seal
 from megatron_wlb.planning.ledger.writer import StepLedger
 

@@ -16,7 +16,7 @@ from megatron_wlb.runtime.gpt.attention.head_start import (
     pays,
 )
 from megatron_wlb.runtime.gpt.attention.kernels import Demand
-from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 

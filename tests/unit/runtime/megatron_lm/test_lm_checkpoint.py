@@ -14,8 +14,8 @@ import torch
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.ranks import watchdog
-from megatron_wlb.runtime.saving import checksums
-from megatron_wlb.runtime.saving.newest import TRACKER
+from megatron_wlb.runtime.saving import state_file
+from megatron_wlb.runtime.saving.newest import TRACKER, folder_of
 from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
 from megatron_wlb.settings.command_line import parse
 
@@ -50,27 +50,27 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     with (
         mock.patch.object(saved_plans, "rng_state", dict),
         mock.patch.object(saved_plans, "of_all_ranks", lambda rng, _: [rng]),
+        mock.patch.object(saved_plans, "from_first_rank", lambda _: done.append("state")),
     ):
         saved_plans.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
-        assert done == ["figures", "reads", "ledger", "checkpoint"]
+        assert done == ["figures", "reads", "ledger", "state", "checkpoint"]
         for said, failure in failures.items():
             with pytest.raises(CheckpointError, match=said):
                 saved_plans.Hooks(session).save_checkpoint(mock.Mock(side_effect=failure), 2)
 
 
 def test_settings_of_the_checkpoint_to_go_on_from_are_read(tmp_path: Path) -> None:
-    """In both formats, of the step that Megatron loads; of a damaged one, whose load says so, or
-    without one, there are none.
+    """Of the step that Megatron loads; of a damaged one, whose load says so, or without one, there
+    are none.
     """
     from megatron_wlb.runtime.megatron_lm import saved_plans
 
-    def saved(root: Path, iteration: int, name: str, packing: str) -> Path:
-        path = root / f"iter_{iteration:07d}" / name
-        path.parent.mkdir(parents=True)
-        sealed = checksums.seal_state({"settings": {"wlb_packing": packing}})
-        torch.save({saved_plans.STATE: sealed, "args": SimpleNamespace()}, path)
+    def saved(root: Path, iteration: int, packing: str) -> Path:
+        fields = "planner", "cost", "kernel", "totals", "layout"
+        state = dict.fromkeys(fields) | {"settings": {"wlb_packing": packing}}
+        state_file.write(folder_of(root, iteration), iteration, state)
         (root / TRACKER).write_text(f"{iteration}\n")
-        return path
+        return folder_of(root, iteration) / state_file.NAME
 
     def found(**others: Any) -> Any:
         args: Any = SimpleNamespace(
@@ -81,10 +81,10 @@ def test_settings_of_the_checkpoint_to_go_on_from_are_read(tmp_path: Path) -> No
         return saved_plans.newest_settings(args).get("wlb_packing")
 
     assert found() is found(load=None) is None
-    saved(tmp_path, 2, "mp_rank_00_000/model_optim_rng.pt", "hold")
+    saved(tmp_path, 2, "hold")
     assert found() == "hold"
-    newest = saved(tmp_path, 4, "common.pt", "slim")
-    saved(tmp_path / "non_persistent", 6, "common.pt", "wlb")
+    newest = saved(tmp_path, 4, "slim")
+    saved(tmp_path / "non_persistent", 6, "wlb")
     assert found() == "slim" and found(ckpt_step=2) == "hold"
     assert found(non_persistent_ckpt_type="global") == "wlb"
     assert found(finetune=True) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.runtime.megatron_lm import cpu
+from megatron_wlb.runtime.megatron_lm import cpu_loop
 
 TOLD: dict[str, Any] = {
     "distributed_backend": "gloo", "transformer_impl": "local",
@@ -28,8 +28,8 @@ OF_GPUS: dict[str, Any] = {
     ("given", "missing"),
     [
         ({}, None),
-        (OF_GPUS, list(cpu.NEEDED)[:-1]),
-        (OF_GPUS | {"use_rotary_position_embeddings": True}, list(cpu.NEEDED)),
+        (OF_GPUS, list(cpu_loop.NEEDED)[:-1]),
+        (OF_GPUS | {"use_rotary_position_embeddings": True}, list(cpu_loop.NEEDED)),
         ({"apply_rope_fusion": True}, ["--no-rope-fusion"]),
         ({"cross_entropy_fusion_impl": "te"}, ["--cross-entropy-fusion-impl native"]),
         ({"cross_entropy_fusion_impl": "te", "cross_entropy_loss_fusion": False}, None),
@@ -39,7 +39,7 @@ OF_GPUS: dict[str, Any] = {
 def test_flags_missing_without_a_gpu_are_named(
     given: dict[str, Any], missing: list[str] | None
 ) -> None:
-    lines = list(cpu.refusals(argparse.Namespace(**TOLD | given)))
+    lines = list(cpu_loop.refusals(argparse.Namespace(**TOLD | given)))
     assert "no kernels" not in "".join(lines)
     expected = f"without a GPU Megatron-LM must be told so; add {' '.join(missing or ())}"
     assert lines == ([] if missing is None else [expected])
@@ -47,7 +47,7 @@ def test_flags_missing_without_a_gpu_are_named(
 
 def test_kernels_of_experts_that_only_gpus_have_are_named() -> None:
     given = {"moe_grouped_gemm": True, "moe_permute_fusion": False, "moe_router_fusion": True}
-    assert list(cpu.refusals(argparse.Namespace(**TOLD | given))) == [
+    assert list(cpu_loop.refusals(argparse.Namespace(**TOLD | given))) == [
         "without a GPU there are no kernels for --moe-grouped-gemm --moe-router-fusion; leave "
         "that out"
     ]

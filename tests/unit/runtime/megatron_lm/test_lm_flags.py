@@ -1,6 +1,6 @@
 """Every flag of Megatron-LM about data, batches or groups of ranks was looked at once.
 
-A new version brings new ones, and one that nobody read would be left out without a word.
+A new version brings new ones, and one that nobody read would be left out without a warning.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> N
 def test_a_missing_interval_of_evaluations_is_refused(interval: int | None) -> None:
     """Megatron divides by it, whether it evaluates or not."""
     given = FINE | {"eval_interval": interval, "eval_iters": 0}
-    with pytest.raises(ConfigError, match=r"^--eval-interval is missing, .*; give it, as in"):
+    with pytest.raises(ConfigError, match=r"^--eval-interval is missing, .*; add --eval-interval"):
         refusals.check(argparse.Namespace(**given))
     refusals.check(argparse.Namespace(**given | {"skip_train": True}))
     refusals.check(argparse.Namespace(**given | {"eval_interval": 1000}))

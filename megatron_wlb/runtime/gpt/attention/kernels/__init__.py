@@ -1,7 +1,7 @@
 """Attention kernels for packed documents, behind one Protocol."""
 
-from megatron_wlb.runtime.gpt.attention.kernels.base import Demand, Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.choose import (
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.kernels.selection import (
     CANDIDATES,
     ChosenKernel,
     agreed_kernel,

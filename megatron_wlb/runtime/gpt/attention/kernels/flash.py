@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.runtime.gpt.attention.kernels.base import (
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import (
     NO_DROPOUT,
     Demand,
     LseKernel,

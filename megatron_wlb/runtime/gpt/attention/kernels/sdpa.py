@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_wlb.runtime.gpt.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import Demand, Segments, VarlenKernel
 
 BLOCK_TOKENS = 512
 """Queries of a call where a segment has more keys than queries, or a sliding window.

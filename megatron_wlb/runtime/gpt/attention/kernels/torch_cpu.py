@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from megatron_wlb.runtime.gpt.attention.kernels.base import (
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import (
     NO_DROPOUT,
     NO_WINDOW,
     Demand,

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.runtime.gpt.attention.kernels.base import (
+from megatron_wlb.runtime.gpt.attention.kernels.flash import flash_obstacle
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import (
     Demand,
     LseKernel,
     Segments,
     VarlenKernel,
     packed_kernel,
 )
-from megatron_wlb.runtime.gpt.attention.kernels.flash import flash_obstacle
 
 OPERATIONS = ("_flash_attention_forward", "_flash_attention_backward")
 

@@ -2,7 +2,7 @@
 
 It chooses among cuDNN, flash-attn and its own kernels by rules that change with the version, so
 what it computes for segments with more keys than queries is trusted only after ``check_kernel``
-(:mod:`megatron_wlb.runtime.gpt.attention.kernels.choose`) has compared it on the device at hand.
+(:mod:`megatron_wlb.runtime.gpt.attention.kernels.selection`) has compared it on the device at hand.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from megatron_wlb.runtime.gpt.attention.kernels.base import Demand, VarlenKernel, packed_kernel
 from megatron_wlb.runtime.gpt.attention.kernels.flash import flash_obstacle
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import Demand, VarlenKernel, packed_kernel
 
 MIN_VERSION = Version("2.2")
 """The mask type below is older, but earlier versions align it to the top left where the longest run

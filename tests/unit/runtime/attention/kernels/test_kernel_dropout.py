@@ -14,9 +14,9 @@ from test_choose import CPU, HOPPER
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES, Segments, choose_kernel
-from megatron_wlb.runtime.gpt.attention.kernels import choose as choose_module
-from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
+from megatron_wlb.runtime.gpt.attention.kernels import selection as choose_module
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.selection import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 DROPPING = replace(CPU, dropout=0.1)
@@ -69,15 +69,6 @@ def test_auto_with_dropout_passes_over_kernels_without_it_and_says_so(
     assert line.startswith("attention kernel: sdpa") and "not torch-cpu: it has no dropout" in line
     with pytest.raises(CompatibilityError, match="torch-cpu cannot run: it has no dropout"):
         choose_kernel("torch-cpu", DROPPING)
-
-
-def test_no_dropout_leaves_the_choice_as_it_is() -> None:
-    assert choose_kernel("auto", CPU) == ("torch-cpu", torch_cpu_varlen, None)
-
-
-def test_flash_attn_3_says_that_it_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert CANDIDATES["flash-attn-3"].obstacle(replace(HOPPER, dropout=0.1)) == "it has no dropout"
 
 
 def test_reference_left_alone_on_a_gpu_is_a_warning_with_the_remedy(

@@ -10,18 +10,16 @@ import torch
 from helpers.attention import by_definition, in_slices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_choose import HOPPER, install
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.attention.kernels import (
-    CANDIDATES,
     Demand,
     Segments,
     check_kernel,
     choose_kernel,
 )
-from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import BLOCK_TOKENS, build, sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.selection import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 WINDOW = Demand(torch.device("cpu"), torch.float32, 4, 2, 16, reach_tokens=3)
@@ -124,15 +122,3 @@ def test_slices_see_the_keys_in_reach() -> None:
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert seen == [16, 1, 33, 10, 16, 7, 39, 16, 16, 17, 50, 60]
-
-
-def test_flash_attn_without_windows_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
-    def old(q: Any, cu_seqlens_k: Any, max_seqlen_k: int, softmax_scale: float, causal: bool,
-            deterministic: bool) -> None: ...  # fmt: skip
-
-    install(monkeypatch, "flash_attn", old)
-    assert CANDIDATES["flash-attn-2"].obstacle(HOPPER) is None
-    windowed = dataclasses.replace(HOPPER, reach_tokens=9)
-    assert "has no window_size; it is too old" in str(CANDIDATES["flash-attn-2"].obstacle(windowed))

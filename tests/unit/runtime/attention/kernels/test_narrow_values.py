@@ -19,9 +19,9 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     choose_kernel,
     transformer_engine,
 )
-from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.choose import Candidate
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.selection import Candidate
 
 NARROW = Demand(torch.device("cpu"), torch.float32, 4, 4, 12, value_head_dim=7)
 LENGTHS = (5, 30, 1), (9, 30, 4)

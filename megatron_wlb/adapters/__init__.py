@@ -1,0 +1,1 @@
+"""Other trainers on plans of this package: verl, slime, Megatron-core's schedulers."""

@@ -1,0 +1,1 @@
+"""Documents to data-parallel ranks and micro-batches, so that all take as long."""

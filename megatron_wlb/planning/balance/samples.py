@@ -1,0 +1,302 @@
+"""Plans one step of given samples, for trainers that read nothing ahead and delay nothing.
+
+Fine-tuning and reinforcement learning have the samples of a step and must train all of them in it.
+First samples go to data-parallel ranks, by the time that they take and the bubbles that the longest
+makes (:mod:`megatron_wlb.planning.balance.dispatch`); then each rank's own go to micro-batches, as
+many as are fastest in simulation (:mod:`megatron_wlb.planning.balance.assign`). Both are
+Hydraulis's two stages (§6), here for replicas that are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapreplace
+from operator import itemgetter
+from typing import TypeAlias
+
+import numpy.typing as npt
+
+from megatron_wlb.cost import CostModel, Parallelism
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.data.arrays import array_of
+from megatron_wlb.errors import ConfigError, PackingError
+from megatron_wlb.plan import Document, Span, StepPlan, Units
+from megatron_wlb.plan.sharding import length_multiple
+from megatron_wlb.plan.target_runs import Runs
+from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replica_us
+from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments, dispatch
+from megatron_wlb.planning.balance.numbers import NumberChooser
+from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
+from megatron_wlb.planning.packing.slim import SlimPacker
+from megatron_wlb.planning.planner import hosting_bytes
+from megatron_wlb.planning.slicing.cut import SLICE_MULTIPLE, Slicer
+from megatron_wlb.planning.slicing.room import MemoryLimit
+
+IN_FLIGHT = 4
+"""Micro-batches for each stage with which a pipeline holds as much as with any more."""
+
+
+def plan_step(
+    lengths: Sequence[int],
+    max_tokens: int,
+    cost: CostModel,
+    costs: StepCosts,
+    layout: Parallelism,
+    *,
+    slices: bool = False,
+    number: int | None = None,
+    equal: bool = True,
+    groups: npt.ArrayLike | None = None,
+    targets: Sequence[Runs] | None = None,
+    memory: MemoryLimit | None = None,
+    alike: int = 1,
+) -> StepPlan:
+    """Plans a step as :func:`megatron_wlb.plan_batch` says, by the costs of its stages.
+
+    So many neighbouring replicas as are ``alike`` meet in each pass. Raises :class:`ConfigError`
+    and :class:`PackingError` as there.
+    """
+    group_of: list[int] | None = None
+    if groups is not None:
+        given = array_of(groups)
+        if slices or given.shape != (len(lengths),) or given.dtype.kind not in "iu":
+            why = f"{len(lengths)} samples need a whole number each"
+            raise ConfigError(
+                f"groups holds {given.dtype} of shape {given.shape}, but "
+                f"{'slices are not grouped' if slices else why}; correct or leave it out"
+            )
+        group_of = given.tolist()
+    multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
+    longest, limit = max(range(len(lengths)), key=lengths.__getitem__), "max_tokens"
+    if memory is not None and not slices:
+        fitting = memory.model.max_tokens(
+            memory.limit_bytes, IN_FLIGHT * layout.pp_size, multiple=multiple
+        )
+        if fitting < max_tokens:
+            max_tokens, limit = fitting, f"what fits {memory.limit_bytes / GIB:g} GiB,"
+    if not slices and lengths[longest] > max_tokens - max_tokens % multiple:
+        raise ConfigError(
+            f"sample {longest} has {lengths[longest]} tokens, above {limit} {max_tokens} (a "
+            f"multiple of {multiple} counts); raise it, cut the sample or plan slices"
+        )
+    if slices:
+        plan = slice_samples(
+            lengths, max_tokens, cost, costs, layout, number=number, memory=memory, alike=alike
+        )
+    else:
+        plan = plan_samples(
+            lengths, max_tokens, costs, layout, number=number, equal=equal, groups=group_of
+        )
+    return plan if targets is None else _with_targets(plan, targets)
+
+
+def _with_targets(plan: StepPlan, targets: Sequence[Runs]) -> StepPlan:
+    """The same plan of samples that have ``targets`` each."""
+
+    def made(span: Span) -> Span:
+        document = span.document._replace(targets=targets[span.document.number])
+        return span._replace(document=document)
+
+    ranks = (
+        tuple(replace(m, spans=tuple(map(made, m.spans))) for m in own)
+        for own in plan.micro_batches
+    )
+    return replace(plan, micro_batches=tuple(ranks))
+
+
+def plan_samples(
+    lengths: Sequence[int],
+    max_tokens: int,
+    costs: StepCosts,
+    layout: Parallelism,
+    *,
+    number: int | None = None,
+    equal: bool = True,
+    groups: Sequence[int] | None = None,
+) -> StepPlan:
+    """Plans a step of whole samples, as :func:`plan_step` says.
+
+    Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
+    """
+    replica, step = replica_of(costs, layout, max_tokens), StepDocuments(lengths)
+    group_of = range(len(lengths)) if groups is None else groups
+    spread = _together(step, replica, group_of, layout.dp_size)
+    ways = [_packed(step, replica, spread, number, equal)]
+    if groups is None:
+        dispatched = _dispatched(step, replica, layout.dp_size)
+        if dispatched != spread:
+            ways.append(_packed(step, replica, dispatched, number, equal))
+        if number is not None:  # Across ranks there may be room where on one of them there is none.
+            chooser = NumberChooser(
+                replica, layout.dp_size, max_tokens=lambda _: replica.max_tokens
+            )
+            ways.append(_timed(step, replica, chooser.deal(step, number)))
+    fitting = [way for way in ways if way is not None]
+    if not fitting:
+        raise PackingError(
+            f"{len(lengths)} samples of {sum(lengths)} tokens do not fit {number} micro-batches of "
+            f"{replica.max_tokens} tokens on each of {layout.dp_size} data-parallel ranks; raise "
+            "num_micro_batches or max_tokens"
+        )
+    _, best = min(fitting, key=itemgetter(0))
+    samples = [sample(*one) for one in enumerate(lengths)]
+    order = step.order.tolist()
+    ranks = [[[samples[order[n]] for n in own] for own in rank] for rank in best]
+    return plan_of("samples", [replica.units(rank) for rank in ranks], replica)
+
+
+def slice_samples(
+    lengths: Sequence[int],
+    max_tokens: int,
+    cost: CostModel,
+    costs: StepCosts,
+    layout: Parallelism,
+    *,
+    number: int | None = None,
+    memory: MemoryLimit | None = None,
+    alike: int = 1,
+) -> StepPlan:
+    """Plans a step of slices of samples, as :func:`plan_step` says.
+
+    Raises :class:`ConfigError` where they do not fit ``memory``.
+    """
+    replica = replica_of(costs, layout, max_tokens)
+    # What one rank may have: every dp_size-th, the longest first.
+    worst = [sorted(lengths, reverse=True)[:: layout.dp_size]]
+    slicer = Slicer(
+        cost,
+        costs,
+        layout,
+        num_micro_batches=-(-sum(lengths) // (layout.dp_size * replica.max_tokens)),
+        max_tokens=replica.max_tokens,
+        length_multiple=replica.scheme.length_multiple,
+        num_units=number,
+        multiple=min(SLICE_MULTIPLE, replica.max_tokens),
+        alike=alike,
+        merges=False,
+        memory=memory,
+        worst=worst,
+    )
+    units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)
+    if memory is not None:
+        peaks = [memory.peak_bytes(own) if own.spans else 0.0 for own in units]
+        if max(peaks) > memory.limit_bytes:
+            raise ConfigError(
+                f"slices of {len(lengths)} samples need {max(peaks) / GIB:.2f} GiB, above "
+                f"{memory.limit_bytes / GIB:g} GiB; use more TP, CP or PP, lower max_tokens, or "
+                "give a step fewer long samples"
+            )
+    return plan_of(SlimPacker.name, units, replica)
+
+
+def plan_of(packing: str, units: Sequence[Units], replica: ReplicaCosts) -> StepPlan:
+    """The plan of a step in which each data-parallel rank runs such units."""
+    ranks, chains = laid_out([(own, replica) for own in units])
+    return StepPlan(0, packing, ranks, 0, 0, chains, window_bytes=hosting_bytes(units))
+
+
+def replica_of(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
+    """Costs of one replica, whose S_max leaves room for padding."""
+    # A scheme's TP says what lengths are padded to: nothing without sequence parallelism.
+    tp_size = layout.tp_size if layout.sequence_parallel else 1
+    scheme = Scheme(tp_size, layout.cp_size, layout.pp_size, layout.vpp_size)
+    return ReplicaCosts(
+        scheme,
+        max_tokens - max_tokens % scheme.length_multiple,
+        costs,
+        LEAST_TOKENS * layout.tp_size * layout.cp_size,
+        group_size=layout.group_size,
+    )
+
+
+def _dispatched(step: StepDocuments, costs: ReplicaCosts, dp_size: int) -> Numbers:
+    """Samples of each rank, by Hydraulis's first stage: long ones may lie together."""
+    ranks = dispatch(step, [(costs, range(dp_size))], math.inf)
+    assert ranks is not None  # There is no limit.
+    return ranks
+
+
+Timed: TypeAlias = tuple[float, list[Numbers]]
+"""The simulated time of a step and ``[dp_size][micro-batches]`` of samples."""
+
+
+def _packed(
+    step: StepDocuments, costs: ReplicaCosts, ranks: Numbers, number: int | None, equal: bool
+) -> Timed | None:
+    """Each rank's samples in micro-batches; None where a given ``number`` has no room for them."""
+    if number is not None:
+        bins = [bins_of(step, costs, own, number) for own in ranks]
+        return _timed(step, costs, bins if max(map(len, bins)) == number else None)
+    packed = iter(pack(step, costs, [own for own in ranks if own], 0.0))
+    bins = [next(packed).bins if own else [] for own in ranks]
+    if not equal:
+        return _timed(step, costs, bins)
+    # What is packed is as if so many had been asked for.
+    known = {(at, len(own)): own for at, own in enumerate(bins) if own}
+    numbers = {_alike(step, costs, ranks, len(own), known) for own in bins if own}
+    alike = [
+        _timed(step, costs, [known[at, number] for at in range(len(ranks))])
+        for number in sorted(numbers)
+    ]
+    return min((one for one in alike if one is not None), key=itemgetter(0))
+
+
+def _alike(
+    step: StepDocuments,
+    costs: ReplicaCosts,
+    ranks: Numbers,
+    least: int,
+    known: dict[tuple[int, int], Numbers],
+) -> int:
+    """As many micro-batches on each rank, ``least`` or more; ``known`` then has each rank's."""
+    while True:
+        for at, own in enumerate(ranks):
+            if (at, least) not in known:
+                found = bins_of(step, costs, own, least)
+                for number in range(least, len(found) + 1, costs.number_multiple):
+                    known[at, number] = found  # Numbers between have no room for all.
+        most = max(len(known[at, least]) for at in range(len(ranks)))
+        if most == least:
+            return most
+        least = most
+
+
+def _timed(step: StepDocuments, costs: ReplicaCosts, bins: list[Numbers] | None) -> Timed | None:
+    return None if bins is None else (_step_us(step, costs, bins), bins)
+
+
+def _step_us(step: StepDocuments, costs: ReplicaCosts, ranks: Sequence[Numbers]) -> float:
+    by_number: dict[int, list[tuple[int, Numbers]]] = {}
+    for at, bins in enumerate(ranks):
+        by_number.setdefault(len(bins), []).append((at, bins))
+    by_number.pop(0, None)
+    return max(max(replica_us(step, costs, own)) for own in by_number.values())
+
+
+def _together(
+    step: StepDocuments, costs: ReplicaCosts, groups: Sequence[int], dp_size: int
+) -> Numbers:
+    """Samples of each rank, a group on one: the heaviest group first, where least work is (LPT)."""
+    members: dict[int, list[int]] = {}
+    for number, at in enumerate(step.order.tolist()):
+        members.setdefault(groups[at], []).append(number)
+    times_us = step.us(costs)
+    each_us = times_us.tolist()
+    sums_us = {
+        group: float(times_us[own].sum()) if len(own) > 1 else each_us[own[0]]
+        for group, own in members.items()
+    }
+    loads = [(0.0, rank) for rank in range(dp_size)]
+    ranks: Numbers = [[] for _ in loads]
+    for group in sorted(members, key=lambda group: (-sums_us[group], group)):
+        load_us, rank = loads[0]
+        ranks[rank] += members[group]
+        heapreplace(loads, (load_us + sums_us[group], rank))
+    return list(map(sorted, ranks))
+
+
+def sample(number: int, length: int) -> Document:
+    return Document(0, number, 0, length, True, 0, number, 0)

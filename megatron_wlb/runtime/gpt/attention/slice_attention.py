@@ -1,0 +1,516 @@
+"""Attention of documents that run in slices: their keys and values wait in buffers.
+
+A document's slices run forward first to last, and backward last to first (SlimPack §4). In each
+layer a buffer has room for the keys and values of the whole document. A slice's forward pass
+writes its rows, and its queries attend to a view of all rows up to its last, or with a sliding
+window of those in reach. Its backward pass adds the gradients of all these rows to a running sum,
+and hands out those of its own, which are then complete: every slice behind it has added its part.
+Autograd holds no key or value but views of the buffer.
+
+A rank of several has chunks of a slice. If each were a call of its own, short queries would meet
+the whole prefix in one call after another, which leaves a GPU idle. So where the kernel tells
+log-sum-exps, all of the slice's local queries attend to the rows before the slice in one call, and
+in another to the slice's own (:class:`PrefixCall`).
+
+A layer of a document of ``L`` tokens holds ``2·L·G·D`` numbers in the activations' dtype from its
+first forward to its last backward, and as many of at least fp32 from its first backward on.
+Context-parallel ranks may divide both (:mod:`megatron_wlb.runtime.gpt.attention.divided`).
+
+Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G`` key/value heads,
+``D`` head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from megatron_wlb.cost.attention_latency import TILE, key_parts
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import Span
+from megatron_wlb.runtime.gpt.attention.divided import Gathered, Rows
+from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
+
+Heads: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""Takes a tensor apart in head groups."""
+Key: TypeAlias = tuple[int, int]
+"""A document's arrival and offset: ``Document.key``."""
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Blocks of a kernel that run at once: multiprocessors of a GPU, 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[…, G, D]`` and values of a pair ``[…, 2, G, D]``, of which narrower values fill the
+    first ``value_dim`` numbers; None: all.
+    """
+    key, value = pair.unbind(1)
+    return key, value[..., :value_dim]
+
+
+class Buffer:
+    """The keys and values of one document in one layer, and their gradients."""
+
+    def __init__(self, length: int, like: torch.Tensor, num_shares: int = 1) -> None:
+        self.num_shares = num_shares
+        """Ranks that divide the rows."""
+        self.pair = like.new_empty(-(-length // num_shares), 2, *like.shape[1:])
+        """``[L, 2, G, D]``, or the share of this rank: see :func:`halves`."""
+        self.grad: torch.Tensor | None = None
+        """Gradients summed so far, of at least fp32; None before the first backward pass."""
+        self.cuts = [0]
+        """Where the slices end that ran forward and not yet backward."""
+
+
+class SliceStore:
+    """The buffers of all documents on this rank that are open: begun, and not yet finished."""
+
+    def __init__(self) -> None:
+        self.forward_only = False
+        self.buffers: dict[tuple[Key, int], Buffer] = {}
+        """By document and layer number."""
+        self.choices: dict[tuple[Key, Any], dict[int, Any]] = {}
+        """What a router notes of a document's slices, by where they start; until the next step."""
+        self.ahead: tuple[tuple[tuple[Key, int], int, int], Gathered] | None = None
+        """What a layer gathers already of another one's rows: whose, from which to which."""
+
+    def begin(self, forward_only: bool) -> None:
+        """Starts a step; what a failed one has left is dropped.
+
+        With ``forward_only`` a document is finished once its last slice has run forward.
+        """
+        self.buffers.clear()
+        self.choices.clear()
+        self.ahead = None
+        self.forward_only = forward_only
+
+    def end(self) -> None:
+        """Ends a step.
+
+        Raises :class:`PlanError` where a document was not finished.
+        """
+        self.leave()
+        for (document, layer), buffer in self.buffers.items():
+            self.buffers.clear()
+            raise PlanError(
+                f"the step ends with document {document} open in layer {layer}, rows 0 to "
+                f"{buffer.cuts[-1]} there; run all its slices forward, and "
+                "then all backward"
+            )
+
+    def leave(self) -> None:
+        """Ends what is gathered already, as nobody takes it."""
+        if self.ahead is not None:
+            self.ahead[1].leave()
+            self.ahead = None
+
+    def slice(self, span: Span, divided: bool = False) -> Slice:
+        """The handle of a slice whose queries are not laid out yet."""
+        document = span.document
+        return Slice(self, document.key, span.start, span.stop, document.length, divided=divided)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slice:
+    """Tokens ``[start, stop)`` of a document, and where its keys and values are."""
+
+    store: SliceStore
+    document: Key
+    start: int
+    stop: int
+    length: int
+    """Tokens of the whole document."""
+    chunks: tuple[Segments, ...] = ()
+    """The local queries, one kernel call each: ``q`` queries, the last of which sees ``k`` keys of
+    the document up to its own."""
+    first_keys: tuple[int, ...] | None = None
+    """The row of each chunk's first key; 0 if not given."""
+    own: Segments | None = None
+    """The same queries, to the slice's own keys alone; None where there are no others."""
+    before: Segments | None = None
+    """All of them, to the rows before the slice, if there are any."""
+    divided: bool = False
+    """Whether context-parallel ranks divide the document's keys and values."""
+    first_row: int = 0
+    """The first row that any query sees, on whichever rank."""
+    _in_parts: dict[int, Segments] = field(default_factory=dict)
+
+    def before_in(self, parts: int) -> Segments:
+        """The same queries once for each of so many parts of these rows, in whole tiles."""
+        if parts not in self._in_parts:
+            assert self.before is not None
+            num_queries, device = self.before.max_q, self.before.cu_seqlens_q.device
+            # On the device, too: to copy them there would pin memory in the middle of a step.
+            places = torch.arange(parts + 1, device=device)
+            starts = places * self.start // parts // TILE * TILE
+            starts[-1:].fill_(self.start)
+            cuts = [self.start * at // parts // TILE * TILE for at in range(parts)]
+            keys = [stop - start for start, stop in pairwise([*cuts, self.start])]
+            self._in_parts[parts] = Segments(
+                (num_queries,) * parts,
+                tuple(keys),
+                (places * num_queries).int(),
+                starts.int(),
+                num_queries,
+                max(keys),
+            )
+        return self._in_parts[parts]
+
+    @property
+    def num_queries(self) -> int:
+        return sum(chunk.max_q for chunk in self.chunks)
+
+    @property
+    def key_rows(self) -> list[slice]:
+        """The rows of the document that each chunk sees."""
+        starts = self.first_keys or (0,) * len(self.chunks)
+        return [
+            slice(start, start + chunk.max_k)
+            for start, chunk in zip(starts, self.chunks, strict=True)
+        ]
+
+
+class KernelCall(NamedTuple):
+    """A call of a kernel between forward and backward, with a graph of its own."""
+
+    inputs: tuple[torch.Tensor, ...]
+    out: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        kernel: VarlenKernel,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        keep: bool,
+    ) -> KernelCall:
+        """Runs the kernel; with ``keep``, and gradients enabled, it can be differentiated."""
+        query, key, value = (t.detach().requires_grad_(keep) for t in (query, key, value))
+        return cls((query, key, value), kernel(query, key, value, segments, scale))
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, besides what a graph of its own keeps."""
+        return self.inputs[0], self.out
+
+    def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of query, key and value."""
+        return torch.autograd.grad(self.out, self.inputs, grad)
+
+
+class PrefixCall:
+    """A slice's queries to its own rows, and to all rows before it: two calls, joined by their
+    log-sum-exps. In backward each gives its part of the gradients by the joint output.
+
+    In forward a kernel has a block for each tile of queries and head. Where these leave processors
+    of the device idle, the queries attend to several parts of the rows before them at once.
+    """
+
+    def __init__(
+        self,
+        kernel: LseKernel,
+        cut: Slice,
+        query: torch.Tensor,
+        halves: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> None:
+        """``query`` ``[q, H, D]``; ``halves`` are keys and values ``[L, G, D]`` of the document."""
+        assert cut.own is not None
+        self.kernel, self.cut, self.own, self.scale = kernel, cut, cut.own, scale
+        self.query, self.halves = query.detach(), halves
+        key, value = self._own()
+        self.out, self.lse = kernel.forward(self.query, key, value, self.own, scale, causal=True)
+        if cut.before is not None:
+            num_queries, num_heads = self.query.shape[:2]
+            blocks = -(-num_queries // TILE) * num_heads
+            parts = min(key_parts(blocks, num_processors(query.device)), cut.start // TILE or 1)
+            repeated = self.query.expand(parts, *self.query.shape).flatten(0, 1)
+            key, value = self._before(halves)
+            outs, lses = kernel.forward(
+                repeated, key, value, cut.before_in(parts), scale, causal=False
+            )
+            pairs = (torch.split(part, num_queries) for part in (outs, lses.t()))
+            for out, lse in zip(*pairs, strict=True):
+                join(self.out, self.lse.t(), out, lse)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, but keys and values."""
+        return self.query, self.out, self.lse
+
+    def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradients of the queries. Those of keys and values are added to ``sums``
+        ``[L, G, D]``.
+        """
+        joint = self.out, self.lse
+        key, value = self._own()
+        grad_query, *own = self.kernel.backward(
+            grad, self.query, key, value, *joint, self.own, self.scale, causal=True
+        )
+        for half, total in zip(own, sums, strict=True):
+            for part in torch.split(half, list(self.own.lengths_k)):
+                total[self.cut.start : self.cut.start + len(part)] += part
+        if self.cut.before is not None:
+            key, value = self._before(self.halves)
+            part, *before = self.kernel.backward(
+                grad, self.query, key, value, *joint, self.cut.before, self.scale, causal=False
+            )
+            grad_query += part
+            for half, total in zip(before, self._before(sums), strict=True):
+                total += half
+        return grad_query
+
+    def _own(self) -> list[torch.Tensor]:
+        """Keys and values of each chunk, of the slice alone; few, so they are copied."""
+        start, lengths = self.cut.start, self.own.lengths_k
+        return [torch.cat([half[start : start + n] for n in lengths]) for half in self.halves]
+
+    def _before(self, halves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [half[: self.cut.start] for half in halves]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlice:
+    """Attention of a slice in one layer.
+
+    A pass is ``fill``, ``write``, ``attend``, ``filled``, or ``turn``, ``differentiate``,
+    ``turned``. Between the first and the last come groups of heads, one after another, each with
+    its part of the buffer's tensors.
+    """
+
+    slice: Slice
+    layer: int
+    kernel: VarlenKernel
+    scale: float
+    value_dim: int | None = None
+    """Numbers of a value's head; None: as many as a key's."""
+    joined_from: int | None = 2
+    """Chunks from which on a kernel that tells log-sum-exps attends in two parts; None: never."""
+
+    def fill(self, key: torch.Tensor, num_shares: int = 1) -> Buffer:
+        """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
+
+        A slice follows the one before it. Or it is computed again for its own backward pass,
+        which must be the next one; then the same rows are written again.
+
+        Raises :class:`PlanError` for any other order.
+        """
+        cut, buffers = self.slice, self.slice.store.buffers
+        buffer = buffers.get(self._name)
+        if buffer is None and cut.start == 0:
+            buffer = buffers[self._name] = Buffer(cut.length, key, num_shares)
+        if buffer is None or not self._is_next(buffer):
+            if buffer is None or buffer.grad is not None or buffer.cuts[-1] != cut.start:
+                self._refuse("forward", buffer)
+            buffer.cuts.append(cut.stop)
+        if buffer.num_shares != num_shares:
+            raise PlanError(
+                f"rows {cut.start} to {cut.stop} of document {cut.document} are to be divided over "
+                f"{num_shares} ranks, those before over {buffer.num_shares}; give all slices of a "
+                "document the same"
+            )
+        return buffer
+
+    def gathered(self, rows: Rows, heads: Heads, stop: int) -> Gathered:
+        """The rows up to ``stop`` of all head groups of a divided buffer, under way.
+
+        When the last group's are there, those of the layer that comes next are begun, so that they
+        come while this one works: of the next layer in forward, in backward of the one before.
+        """
+        store = self.slice.store
+        name = self._name, rows.first, stop
+        if store.ahead is not None and store.ahead[0] == name:
+            (_, found), store.ahead = store.ahead, None
+        else:
+            found = Gathered(rows, heads(store.buffers[self._name].pair), stop)
+        found.then = partial(self._begin_next, rows, heads, stop)
+        return found
+
+    def _begin_next(self, rows: Rows, heads: Heads, stop: int) -> None:
+        """What is not taken after all does no harm: these rows stay as they are."""
+        cut, store, backward = self.slice, self.slice.store, stop == self.slice.stop
+        name = cut.document, self.layer + (-1 if backward else 1)
+        buffer = store.buffers.get(name)
+        if buffer is None or buffer.num_shares == 1:
+            return
+        comes = buffer.grad is None and buffer.cuts[-1] == cut.start
+        if self._is_next(buffer) if backward else comes:
+            store.leave()
+            store.ahead = (name, rows.first, stop), Gathered(rows, heads(buffer.pair), stop)
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice's own rows of a buffer's tensor."""
+        return tensor[self.slice.start : self.slice.stop]
+
+    def write(
+        self, tensor: torch.Tensor, values: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
+        """Sets the slice's own rows to ``values``, or to those at ``index``.
+
+        Graphs hold views of the buffer. Autograd need not know: what they see stays the same.
+        """
+        rows = self.rows(tensor)
+        with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+            if index is None:
+                rows.copy_(values)
+            else:
+                torch.index_select(values, 0, index, out=rows)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that :meth:`attend` makes."""
+        return 1 if self._is_joined else len(self.slice.chunks)
+
+    @property
+    def _is_joined(self) -> bool:
+        if self.slice.own is None or self.joined_from is None:
+            return False
+        return len(self.slice.chunks) >= self.joined_from and isinstance(self.kernel, LseKernel)
+
+    def attend(
+        self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool
+    ) -> list[KernelCall | PrefixCall]:
+        """Each chunk's queries to the buffer's rows that it sees: ``[q, H, D]`` each, or those of
+        all chunks.
+        """
+        if self._is_joined:
+            kernel = cast(LseKernel, self.kernel)
+            return [PrefixCall(kernel, self.slice, query, self.halves(pair), self.scale)]
+        queries = torch.split(query, [chunk.max_q for chunk in self.slice.chunks])
+        return [
+            KernelCall.of(self.kernel, own, *self.halves(pair[rows]), chunk, self.scale, keep)
+            for own, chunk, rows in zip(
+                queries, self.slice.chunks, self.slice.key_rows, strict=True
+            )
+        ]
+
+    def halves(self, pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of rows, or their gradients."""
+        return halves(pair, self.value_dim)
+
+    def filled(self) -> None:
+        """Ends the forward pass: without a backward pass, the last slice's frees the buffer."""
+        if self.slice.store.forward_only and self.slice.stop == self.slice.length:
+            del self.slice.store.buffers[self._name]
+
+    def turn(self) -> tuple[Buffer, torch.Tensor]:
+        """The buffer and its gradients, for the slice's backward pass.
+
+        Raises :class:`PlanError` unless it is the last slice of the document that is still open.
+        """
+        buffer = self.slice.store.buffers.get(self._name)
+        if buffer is None or not self._is_next(buffer):
+            self._refuse("backward", buffer)
+        if buffer.grad is None:
+            exact = torch.promote_types(buffer.pair.dtype, torch.float32)
+            buffer.grad = torch.zeros_like(buffer.pair, dtype=exact)
+        return buffer, buffer.grad
+
+    def differentiate(
+        self, calls: Sequence[KernelCall | PrefixCall], grad_out: torch.Tensor, grad: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Gradients of each call's queries; those of keys and values are added to ``grad``."""
+        grads_query = []
+        parts = torch.split(grad_out, [len(call.out) for call in calls])
+        for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=False):
+            if isinstance(call, PrefixCall):
+                grads_query.append(call.backward(part, self.halves(grad)))
+                continue
+            grad_query, *own = call.backward(part)
+            grads_query.append(grad_query)
+            for half, total in zip(own, self.halves(grad[rows]), strict=True):
+                total += half
+        return grads_query
+
+    def turned(self) -> None:
+        """Ends the backward pass: the document's first slice's frees the buffer."""
+        self.slice.store.buffers[self._name].cuts.pop()
+        if self.slice.start == 0:
+            del self.slice.store.buffers[self._name]
+
+    @property
+    def _name(self) -> tuple[Key, int]:
+        return self.slice.document, self.layer
+
+    def _is_next(self, buffer: Buffer) -> bool:
+        """Whether the slice's backward pass is the next one that may run."""
+        at_end = buffer.grad is not None or self.slice.stop == self.slice.length
+        return at_end and buffer.cuts[-2:] == [self.slice.start, self.slice.stop]
+
+    def _refuse(self, what: str, buffer: Buffer | None) -> NoReturn:
+        cut = self.slice
+        held = f"rows 0 to {buffer.cuts[-1]} are" if buffer else "none is"
+        turned = " and backward has begun" if buffer and buffer.grad is not None else ""
+        raise PlanError(
+            f"rows {cut.start} to {cut.stop} of document {cut.document} run {what} in layer "
+            f"{self.layer}, where of its {cut.length} rows {held} open{turned}; slices run forward "
+            "first to last, and then backward last to first"
+        )
+
+
+def slice_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: LayerSlice,
+    segments: Segments | None = None,
+) -> torch.Tensor:
+    """A slice's queries to all of its document so far, and behind them the ``segments`` of whole
+    documents: ``[n, H, D], [n, G, D] ×2 -> [n, H, D]``, with all tokens on this rank.
+
+    Values, and so the output, may be narrower than ``D``.
+
+    Raises :class:`PlanError` where slices run in another order, backward too.
+    """
+    apply: Any = _SliceAttention.apply
+    if segments is None:
+        out: torch.Tensor = apply(query, key, value, run, torch.is_grad_enabled())
+        return out
+    counts = [run.slice.num_queries, sum(segments.lengths_q)]
+    (q, query), (k, key), (v, value) = (torch.split(t, counts) for t in (query, key, value))
+    own = apply(q, k, v, run, torch.is_grad_enabled())
+    return torch.cat([own, run.kernel(query, key, value, segments, run.scale)])
+
+
+class _SliceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        run: LayerSlice,
+        keep: bool,
+    ) -> torch.Tensor:
+        buffer = run.fill(key)
+        for half, rows in zip((key, value), run.halves(buffer.pair), strict=True):
+            run.write(rows, half)
+        with torch.set_grad_enabled(keep):
+            calls = run.attend(buffer.pair, query, keep=keep)
+        run.filled()
+        ctx.run, ctx.calls = run, calls
+        return calls[0].out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        run, calls, ctx.calls = ctx.run, ctx.calls, ()
+        buffer, grad = run.turn()
+        (grad_query,) = run.differentiate(calls, grad_out, grad)
+        pair = run.rows(grad).to(buffer.pair.dtype)
+        run.turned()
+        return grad_query, *run.halves(pair), None, None

@@ -1,1 +1,0 @@
-"""What a machine reaches, measured: rates of operations and of attention."""
