@@ -53,7 +53,7 @@ from megatron_wlb.reading import (
 )
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
-from megatron_wlb.study.evaluate import evaluate
+from megatron_wlb.simulator.trial import packed
 
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
@@ -221,7 +221,7 @@ def evaluate_packing(
     setting, workload = _workload(
         _source(documents), window, num_micro_batches, packing, max_tokens, cost, seed
     )
-    return evaluate(workload, setting, num_steps).metrics
+    return packed(workload, setting, num_steps)
 
 
 def simulate_step(

@@ -70,7 +70,7 @@ def launch(script: str | None, flags: Sequence[str]) -> None:
     Raises :class:`WLBError` before any process group exists, for all that can be known by then.
     """
     if script is not None and not Path(script).is_file():
-        raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
+        raise ConfigError(f"{script} is not a file; give the path of Megatron-LM's pretrain_gpt.py")
     flags = with_settings_file(flags)
     wlb, others = _parser().parse_known_args(flags)
     known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]

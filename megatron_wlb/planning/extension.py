@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.extensions import load
 from megatron_wlb.planning.plan_ahead import Plans
 from megatron_wlb.settings.config import Config
-
-if TYPE_CHECKING:
-    from megatron_wlb.data.length_source import LengthSource
 
 
 class Extension(Protocol):
@@ -32,10 +29,10 @@ class Extension(Protocol):
         """What runs it under Megatron's loop: a :class:`.Session`."""
         ...
 
-    def advise(
-        self, args: argparse.Namespace, documents: LengthSource, space: Any, model: Any
-    ) -> int:
-        """Answers ``wlb plan`` for the machine and model of ``space``, a :class:`.Space`."""
+    def advise(self, args: argparse.Namespace, steps: Any, space: Any, model: Any) -> int:
+        """Answers ``wlb plan`` for the machine and model of ``space``, a :class:`.Space`, and the
+        documents of ``steps``, which are :class:`.Steps`.
+        """
         ...
 
 

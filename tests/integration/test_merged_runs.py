@@ -78,7 +78,7 @@ OVERLAPPED: Flags = DP2 | {"overlap_grad_reduce": True, "overlap_param_gather": 
     ("num_processes", "layout"),
     [
         further(2, OVERLAPPED),
-        (2, OVERLAPPED | EXPERTS | {"expert_model_parallel_size": 2}),
+        further(2, OVERLAPPED | EXPERTS | {"expert_model_parallel_size": 2}),
         (4, PP2 | {"wlb_verify_shapes": True}),
     ],
     ids=["dp2", "ep2", "pp2-dp2"],

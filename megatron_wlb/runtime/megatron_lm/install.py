@@ -40,6 +40,7 @@ from megatron_wlb.runtime.saving import unpickling
 from megatron_wlb.runtime.saving.core import lock_folder
 from megatron_wlb.runtime.saving.newest import latest, tracked
 from megatron_wlb.runtime.saving.resume import missing_load
+from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.config import Config
@@ -101,24 +102,50 @@ def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Compares what ranks are told, then runs our refusals, Megatron's own checks, and ours of the
-    arguments that it has changed. A packing that is still to be chosen waits for the vocabulary.
-    """
+    """Megatron's own checks of arguments, between ours."""
+    for check in _BEFORE:
+        check(args)
+    checked = megatrons_own_checks(original, args, *rest, **kwargs)
+    for check in _BEHIND:
+        check(args)
+    return checked
+
+
+def _compare_ranks(args: argparse.Namespace) -> None:
     if not getattr(args, "fake_process_group", False):
         agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
+
+
+def _refuse_flags(args: argparse.Namespace) -> None:
     refusals.check(args, list(load("cpu refusals")(args)) if emulation.installed() else ())
+
+
+def _find_load(args: argparse.Namespace) -> None:
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
-    if not elsewhere and args.load is not None and "://" not in args.load:
+    if not elsewhere and args.load is not None and not is_store(args.load):
         if error := missing_load(args.load, args.save):
             raise CheckpointError(error)
         if args.ckpt_step is None and tracked(args.load) != "release":
-            latest(args.load)  # Megatron ends with status 0 where its tracker has no number.
-    arguments.prepare(args)
-    checked = megatrons_own_checks(original, args, *rest, **kwargs)
-    arguments.scale_losses(args)
+            latest(args.load)
+
+
+def _settle_known(args: argparse.Namespace) -> None:
     if args.wlb_packing != CHOSEN or args.wlb_strategies is not None:
         _settle(args)
-    return checked
+
+
+_BEFORE: tuple[Callable[[argparse.Namespace], None], ...] = (
+    _compare_ranks,  # first: ranks that were told unlike things would refuse unlike things
+    _refuse_flags,  # as they were typed: Megatron's checks change them
+    _find_load,  # Megatron ends with status 0 where its tracker has no number
+    arguments.prepare,  # last: Megatron's checks look at what plans need
+)
+"""What is done before Megatron checks its arguments, in this order."""
+_BEHIND: tuple[Callable[[argparse.Namespace], None], ...] = (
+    arguments.scale_losses,  # by the sizes of the batch that Megatron has filled in
+    _settle_known,  # last, with arguments as they stay; a choice of packings waits for a vocabulary
+)
+"""What is done behind it, in this order."""
 
 
 def _build_tokenizer(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -209,7 +236,7 @@ def _set_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     """
     assert _session is not None, "arguments are checked before a model is built"
     save = _session.args.save
-    if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
+    if save is not None and not is_store(save):
         lock_folder(save)
     built = original(*args, **_session.set_up(kwargs))
     _session.take_model(built[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,36 +25,22 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     """A run that goes on from it would never write them."""
     from megatron_wlb.runtime.megatron_lm import saved_plans
 
-    done: list[str] = []
-    session: Any = SimpleNamespace(
-        args=SimpleNamespace(save="ck", ckpt_format="torch"),
-        config=SimpleNamespace(wlb=SimpleNamespace(wlb_no_checksums=True)),
-        model=SimpleNamespace(groups=SimpleNamespace(dp_cp=None)),
-        state=dict,
-        catch_up=lambda: done.append("figures"),
-        ledger=SimpleNamespace(sync=lambda: done.append("ledger")),
-        runner=SimpleNamespace(compare_reads=lambda: done.append("reads")),
-    )
-
-    failures = {
-        r"cannot save iteration 2 to ck: .*No space left.*; free some room there": OSError(
-            errno.ENOSPC, os.strerror(errno.ENOSPC)
-        ),
-        r"CUDA out of memory.*; leave more of the device free": torch.OutOfMemoryError(
-            "CUDA out of memory."
-        ),
-    }
-
-    with (
-        mock.patch.object(saved_plans, "rng_state", dict),
-        mock.patch.object(saved_plans, "of_all_ranks", lambda rng, _: [rng]),
-        mock.patch.object(saved_plans, "from_first_rank", lambda _: done.append("state")),
+    session, done = mock.Mock(), mock.Mock()
+    session.args = SimpleNamespace(save="ck", ckpt_format="torch")
+    session.config.wlb.wlb_no_checksums = True
+    session.state = dict
+    done.attach_mock(session.catch_up, "figures")
+    done.attach_mock(session.runner.compare_reads, "reads")
+    done.attach_mock(session.ledger.sync, "ledger")
+    with mock.patch.multiple(
+        saved_plans, rng_state=dict, of_all_ranks=mock.Mock(), from_first_rank=done.state
     ):
-        saved_plans.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
-        assert done == ["figures", "reads", "ledger", "state", "checkpoint"]
-        for said, failure in failures.items():
-            with pytest.raises(CheckpointError, match=said):
-                saved_plans.Hooks(session).save_checkpoint(mock.Mock(side_effect=failure), 2)
+        saved_plans.Hooks(session).save_checkpoint(done.checkpoint, 2)
+        names = [name for name, *_ in done.mock_calls]
+        assert names == ["figures", "reads", "ledger", "state", "checkpoint"]
+        done.checkpoint.side_effect = torch.OutOfMemoryError("CUDA out of memory.")
+        with pytest.raises(CheckpointError, match=r"CUDA out of memory.*; leave more of the dev"):
+            saved_plans.Hooks(session).save_checkpoint(done.checkpoint, 2)
 
 
 def test_settings_of_the_checkpoint_to_go_on_from_are_read(tmp_path: Path) -> None:
