@@ -12,6 +12,7 @@ from pathlib import Path
 from types import EllipsisType
 
 import pytest
+import sizes
 
 import megatron_wlb
 from megatron_wlb.extensions import EXTENSIONS, load
@@ -57,17 +58,11 @@ SCRIPTS = {
 }
 
 
-def module_name(path: Path) -> str:
-    """Dotted name below ``megatron_wlb``; empty for the package itself."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def belongs(module: str, groups: tuple[str, ...]) -> bool:
     return any(module == group or module.startswith(group + ".") for group in groups)
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = sizes.modules_of(PROJECT)
 PLANNING_MODULES = [module for module in MODULES if belongs(module, PLANNING)]
 
 
@@ -104,17 +99,7 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def of_project(path: Path) -> set[str]:
     """Modules of the project that a file imports, inside functions too, below ``megatron_wlb``."""
-    found = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_wlb"):
-            base = str(node.module).removeprefix("megatron_wlb").lstrip(".")
-            for alias in node.names:
-                name = f"{base}.{alias.name}".lstrip(".")
-                found.add(name if name in MODULES else base)
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.startswith("megatron_wlb.")]
-            found.update(name.removeprefix("megatron_wlb.") for name in names)
-    return found - {""}
+    return sizes.imported(path, MODULES, for_types=True)
 
 
 def wrong_directions(order: Sequence[str | EllipsisType], folder: str = "") -> list[str]:
@@ -158,6 +143,13 @@ def test_core_imports_neither_strategies_nor_adapters() -> None:
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_extensions_are_where_the_table_says(name: str) -> None:
     assert callable(load(name))
+
+
+def test_launch_with_slim_imports_no_extension() -> None:
+    places = (place.partition(":")[0] for place in EXTENSIONS.values())
+    extensions = {place.removeprefix("megatron_wlb.") for place in places}
+    found = sizes.closure(MODULES, sizes.STARTS)
+    assert not extensions & found and "planning.slicing.cut" in found
 
 
 def test_house_has_few_floors_and_folders() -> None:
