@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron_wlb import interrupts
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
+from megatron_wlb.extensions import load
 from megatron_wlb.runtime.megatron_lm import arguments, refusals
 from megatron_wlb.runtime.rank_main import rank_main
 from megatron_wlb.settings import allocator
@@ -69,7 +70,7 @@ def launch(script: str | None, flags: Sequence[str]) -> None:
     Raises :class:`WLBError` before any process group exists, for all that can be known by then.
     """
     if script is not None and not Path(script).is_file():
-        raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
+        raise ConfigError(f"{script} is not a file; give the path of Megatron-LM's pretrain_gpt.py")
     flags = with_settings_file(flags)
     wlb, others = _parser().parse_known_args(flags)
     known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
@@ -83,12 +84,10 @@ def launch(script: str | None, flags: Sequence[str]) -> None:
     _find_megatron(script)
     try:
         # These import torch, and then Megatron under the device's conditions.
-        from megatron_wlb.runtime.emulation import cpu
+        from megatron_wlb.runtime import emulation
 
-        if cpu.device_for(wlb.wlb_device) == "cpu":
-            from megatron_wlb.runtime.megatron_lm import cpu_loop as megatron_lm_cpu
-
-            megatron_lm_cpu.install()
+        if emulation.device_for(wlb.wlb_device) == "cpu":
+            load("cpu")()
         if plans or _asks_for_help(flags):
             from megatron_wlb.runtime.megatron_lm import install
 

@@ -6,7 +6,6 @@ import argparse
 from typing import Any, Protocol
 
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.extensions import load
 from megatron_wlb.planning.plan_ahead import Plans
 from megatron_wlb.settings.config import Config
@@ -30,10 +29,10 @@ class Extension(Protocol):
         """What runs it under Megatron's loop: a :class:`.Session`."""
         ...
 
-    def advise(
-        self, args: argparse.Namespace, documents: LengthSource, space: Any, model: Any
-    ) -> int:
-        """Answers ``wlb plan`` for the machine and model of ``space``, a :class:`.Space`."""
+    def advise(self, args: argparse.Namespace, steps: Any, space: Any, model: Any) -> int:
+        """Answers ``wlb plan`` for the machine and model of ``space``, a :class:`.Space`, and the
+        documents of ``steps``, which are :class:`.Steps`.
+        """
         ...
 
 

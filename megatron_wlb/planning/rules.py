@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.ramp import SCHEDULE, Ramp
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.extensions import load
 from megatron_wlb.planning.from_config import batch
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.planning.packing import check_numbers, check_shaping, kind_of
@@ -305,8 +305,8 @@ GENERAL: Rules = (
         "it stands for a corpus, and --data-path names one", _LEAVE_ONE),
     Refusal("wlb_mock_lengths", lambda f, v: v is not None and not f.d.mock_data,
         "it counts only with --mock-data", "give that too, or leave it out"),
-    failing(lambda f: f.d.mock_data and f.w.wlb_mock_lengths
-        and LengthSource.named(f.w.wlb_mock_lengths), "--wlb-mock-lengths: "),
+    failing(lambda f: load("mock data").source(f.w.wlb_mock_lengths) if f.d.mock_data else None,
+        "--wlb-mock-lengths: "),
     failing(lambda f: load_hardware(f.w.wlb_hardware), "--wlb-hardware: "),
 )  # fmt: skip
 

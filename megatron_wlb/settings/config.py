@@ -42,8 +42,8 @@ class WlbConfig:
     wlb_packing: str = searched("auto", "which documents run together", choices=ASKED)
     wlb_max_tokens: int | None = searched(
         None,
-        "S_max: most tokens of a micro-batch, as memory allows; if not given 2 windows, or with "
-        "--wlb-packing auto what fits --wlb-hardware",
+        "S_max: most tokens of a micro-batch, as memory allows; if not given 2 windows, or what "
+        "fits --wlb-hardware",
         most=MOST_TOKENS,
     )
     wlb_memory_gib: float | None = searched(

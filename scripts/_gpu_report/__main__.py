@@ -50,7 +50,7 @@ def main() -> int:
             raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}; give more than 0")
     if options.nccl is not None:
         if not options.nccl.is_file():
-            raise ConfigError(f"--nccl {options.nccl} is no file; give a libnccl.so.2")
+            raise ConfigError(f"--nccl {options.nccl} is not a file; give a libnccl.so.2")
         os.environ[sharing.NCCL] = str(options.nccl.absolute())
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)

@@ -98,8 +98,8 @@ def _trained(found: Any) -> Iterator[Sequence[str]]:
 
 def _trained_said(found: Any) -> str:
     (one,) = found
-    kept = "a key, a value or a tensor was left" if one["refusal"] else "nothing was left"
-    return f"**{one['steps']:,} steps, {one['slices']:,} slices**, of which {kept}."
+    kept = "a key, a value or a tensor leaked" if one["refusal"] else "no buffer leaked"
+    return f"**{one['steps']:,} steps, {one['slices']:,} slices**; {kept}."
 
 
 def _faults(found: Any) -> Iterator[Sequence[str]]:

@@ -86,6 +86,7 @@ def test_killed_run_trains_each_token_once(
     assert_each_token_once(run, int((run / "resumed").read_text()), corpus, capsys)
 
 
+@pytest.mark.long
 def test_killed_run_of_the_other_format_trains_each_token_once(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_imports import FLOORS
 
-from megatron_wlb.cli import scenario
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.main import COMMANDS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.settings.command_line import Parser, _flags_of, megatron_flags, parse_known
@@ -79,8 +79,8 @@ def command_parser(name: str) -> Parser:
 def scenario_flags() -> frozenset[str]:
     """Flags of model and layout, which scripts share with `wlb simulate`."""
     parser = Parser()
-    scenario.add_model(parser)
-    scenario.add_layout(parser)
+    inputs.add_model(parser)
+    inputs.add_layout(parser)
     return frozenset(itertools.chain.from_iterable(a.option_strings for a in parser._actions))
 
 
@@ -91,7 +91,7 @@ def check_words(words: list[str]) -> None:
         command_parser(words[1]).parse_args(words[2:])
     elif words[0].startswith("scripts/") and words[0].endswith(".py"):
         source = (PROJECT / words[0]).read_text(encoding="utf-8")
-        shared = scenario_flags() if "scenario.add_layout(" in source else ()
+        shared = scenario_flags() if "inputs.add_layout(" in source else ()
         for flag in (word for word in words if word.startswith("--")):
             assert re.search(rf'"{flag}[" ]', source) or flag in shared, flag
     elif "megatron_wlb.launch" in words:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import EllipsisType
 
@@ -38,13 +39,13 @@ beside ``cli``, and the scripts above."""
 LAYERS = (*(layer for floor in FLOORS for layer in floor), *FORMER_PATHS)
 INSIDE = {
     "cost": ("schedule", ...),
-    "plan": ("sharding", "replicas", "target_runs"),
+    "plan": ("sharding", "target_runs"),
     "planning": ("packing", "planner", ..., "ledger"),
     "runtime": (
         "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
         "rank_main", "measuring", "trainer", "megatron_lm",
     ),
-    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "extension"),
+    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "entry"),
 }  # fmt: skip
 """The order inside a folder. The dots are all that it does not name."""
 PLANNING = (*LAYERS[: LAYERS.index("runtime")], "strategies.plan")
@@ -72,12 +73,12 @@ PLANNING_MODULES = [module for module in MODULES if belongs(module, PLANNING)]
 
 def imported(path: Path) -> set[str]:
     """Top-level packages that a file imports, inside functions too."""
-    return set(_imported(ast.parse(path.read_text()), into_functions=True))
+    return set(_imported(parsed(path), into_functions=True))
 
 
 def imported_at_once(path: Path) -> set[str]:
     """Top-level packages that importing a file imports: not those inside functions."""
-    return set(_imported(ast.parse(path.read_text()), into_functions=False))
+    return set(_imported(parsed(path), into_functions=False))
 
 
 def _imported(node: ast.AST, into_functions: bool) -> Iterator[str]:
@@ -95,10 +96,16 @@ def _imported(node: ast.AST, into_functions: bool) -> Iterator[str]:
         yield from _imported(child, into_functions)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def of_project(path: Path) -> set[str]:
     """Modules of the project that a file imports, inside functions too, below ``megatron_wlb``."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_wlb"):
             base = str(node.module).removeprefix("megatron_wlb").lstrip(".")
             for alias in node.names:
@@ -239,7 +246,7 @@ def test_planning_code_loads_neither_torch_nor_megatron() -> None:
 def test_module_says_what_it_is(module: str) -> None:
     if any(part.startswith("_") for part in module.split(".")):
         return
-    assert ast.get_docstring(ast.parse(MODULES[module].read_text())), MODULES[module]
+    assert ast.get_docstring(parsed(MODULES[module])), MODULES[module]
 
 
 def test_files_stay_one_idea_long() -> None:

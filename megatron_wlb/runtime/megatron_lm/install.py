@@ -17,16 +17,16 @@ from typing import Any
 
 from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
+from megatron_wlb.extensions import load
 from megatron_wlb.planning import guards as layout_guards
 from megatron_wlb.planning.extension import extension_of
+from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
-from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.gpt import prediction
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
-    cpu_loop,
     fsdp,
     log,
     refusals,
@@ -45,7 +45,6 @@ from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.packings import CHOSEN
-from megatron_wlb.simulator.choose import settled
 
 _patches = PatchSet()
 _installed = False
@@ -118,7 +117,7 @@ def _compare_ranks(args: argparse.Namespace) -> None:
 
 
 def _refuse_flags(args: argparse.Namespace) -> None:
-    refusals.check(args, list(cpu_loop.refusals(args)) if emulation.installed() else ())
+    refusals.check(args, list(load("cpu refusals")(args)) if emulation.installed() else ())
 
 
 def _find_load(args: argparse.Namespace) -> None:
@@ -162,8 +161,9 @@ def settle(args: argparse.Namespace, saved: Callable[[], Mapping[str, Any]] = di
     does, and checks all that depends on it.
     """
     config = arguments.config_of(args)
-    refused = functools.partial(refusals.of_choice, args)
-    config = settled(config, args.world_size, refused, saved=saved)
+    if config.wlb.wlb_packing == CHOSEN:
+        refused = functools.partial(refusals.of_choice, args)
+        config = load("settled")(config, args.world_size, refused, saved=saved)
     refuse_all(refusals.of_packing(args, config.wlb.wlb_packing))  # that of a checkpoint, too
     args.wlb_packing, args.wlb_max_tokens = config.wlb.wlb_packing, config.wlb.wlb_max_tokens
     if config.wlb.wlb_loss is not None:

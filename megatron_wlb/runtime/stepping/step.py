@@ -40,7 +40,7 @@ from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
 from megatron_wlb.runtime.ranks.transfer import HostCopy
-from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
+from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Chunk
 from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.stepping.losses import load_loss
@@ -258,7 +258,7 @@ class StepRunner:
                 micro_batch_size=1,
                 p2p_communicator=self.communicator,
             )
-        stages = [Stage(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
+        stages = [Chunk(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
         with (
             self.batches.ahead(micro_batches, stages) as iterators,
             _divided_by(plan.num_targets, model.config),

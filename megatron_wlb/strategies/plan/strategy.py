@@ -148,7 +148,7 @@ class Strategy:
             found = _TERM.fullmatch(term)
             if found is None:
                 raise ConfigError(
-                    f"strategy {shown(text)}: {shown(term)} is no replica; {_EXAMPLE}"
+                    f"strategy {shown(text)}: {shown(term)} is not a replica; {_EXAMPLE}"
                 )
             count, scheme, tokens, k, ranks = found.groups()
             num = whole_number(
@@ -304,7 +304,7 @@ def _ranks(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         if found is None:
-            raise ConfigError(f"{shown(part)} is no range of ranks; give such as 0-7,12")
+            raise ConfigError(f"{shown(part)} is not a range of ranks; give one such as 0-7,12")
         first = whole_number("rank", int(found[1]), 0, MOST_DEVICES)
         last = whole_number("rank", int(found[2] or first), first, MOST_DEVICES)
         ranks += range(first, last + 1)

@@ -18,7 +18,7 @@ from megatron_wlb.strategies.run.groups import ReplicaGroups
 from megatron_wlb.strategies.run.pieces import (
     EmptyObject,
     GroupOf,
-    Held,
+    HeldPiece,
     Piece,
     empty_objects,
     held_pieces,
@@ -79,7 +79,7 @@ class LocalReplica:
             runner.links = groups.links
         self.groups = groups
         with groups.current():
-            self.held: list[Held] = held_pieces(model, model.config.num_layers, group_of)
+            self.held: list[HeldPiece] = held_pieces(model, model.config.num_layers, group_of)
             self.objects: list[EmptyObject] = empty_objects(model)
         self.pull: Pull | None = None
         """What the forward passes of the present step wait for."""

@@ -19,9 +19,9 @@ from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.shape import Recompute
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.simulator.baseline import FULL
 from megatron_wlb.strategies.plan.propose import StrategySpace
 from megatron_wlb.strategies.strategy_search import study
-from megatron_wlb.study.search import FULL
 
 WINDOW = 128 * K
 DEVICES = 64

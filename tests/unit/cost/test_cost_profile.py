@@ -76,9 +76,9 @@ def test_fit_is_the_best_without_negative_coefficients(times, lengths):
     [
         ([], "0 distinct lengths"),
         ([Sample(8, 1, 1), Sample(9, 2, 2), Sample(9, 3, 3)], "2 distinct lengths"),
-        ([Sample(d, d, d - 2) for d in (2, 3, 4)], r"backward_us=0\) is no measurement"),
-        ([Sample(d, float("nan"), d) for d in (2, 3, 4)], "is no measurement"),
-        ([Sample(d, 1, 1) for d in (0, 3, 4)], r"Sample\(length=0, .* is no measurement"),
+        ([Sample(d, d, d - 2) for d in (2, 3, 4)], r"backward_us=0\) is not a measurement"),
+        ([Sample(d, float("nan"), d) for d in (2, 3, 4)], "is not a measurement"),
+        ([Sample(d, 1, 1) for d in (0, 3, 4)], r"Sample\(length=0, .* is not a measurement"),
         ([Sample(d, 50, 90) for d in (2, 3, 4)], "do not grow with the length over 2-4 tokens"),
     ],
 )

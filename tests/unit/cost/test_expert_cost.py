@@ -20,7 +20,6 @@ from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.layers import Layer, Precision, Precisions
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.parts import Experts
-from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.errors import ConfigError
 
 DENSE = ModelShape(
@@ -82,21 +81,6 @@ def test_all_ranks_together_hold_each_parameter(layout: Parallelism) -> None:
     assert memory.total_parameters == whole  # copies do not count
 
 
-def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
-    def reduce_us(ep_size: int) -> float:
-        layout = Parallelism(dp_size=8, ep_size=ep_size)
-        memory = MemoryModel(SHAPE, Execution(layout, distributed_optimizer=False))
-        (us,) = analytic_costs(model(SHAPE, layout), memory).reduce_us
-        return us
-
-    memory = MemoryModel(SHAPE, Execution(Parallelism(dp_size=8, ep_size=8)))
-    dense_bytes = 4 * memory.stage_parameters(0)
-    assert reduce_us(8) == pytest.approx(
-        H100.latency_us + H100.transfer_us(2 * 7 / 8 * dense_bytes, 8, 8)
-    )
-    assert reduce_us(1) > reduce_us(2) > reduce_us(4) > reduce_us(8)
-
-
 @pytest.mark.parametrize(
     ("layout", "replicas", "expert_dp"),
     [
@@ -148,30 +132,6 @@ def test_tokens_go_to_a_node_once() -> None:
     plain = model(SHAPE, layout)
     once = plain.executed(sends_once=True)
     assert 0 < once.layer(layer_of(SHAPE)).ep_us < plain.layer(layer_of(SHAPE)).ep_us
-
-
-def test_exchange_sends_copies_out_and_back_within_and_between_nodes() -> None:
-    in_node = Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=8, etp_size=1)
-    times = model(SHAPE, in_node).layer(layer_of(SHAPE))
-    token_bytes = 4 * 512 * 2 / 2  # four copies of half the tokens
-    gb_s = H100.node_link_gb_s * H100.link_share
-    assert times.ep_us == pytest.approx(2 * token_bytes * 7 / 8 / (gb_s * 1e3))
-    between = Parallelism(2, sequence_parallel=True, dp_size=8, ep_size=16, etp_size=1)
-    network = H100.network_gb_s * H100.link_share
-    assert model(SHAPE, between).layer(layer_of(SHAPE)).ep_us == pytest.approx(
-        2 * token_bytes * 8 / 16 / (network * 1e3)
-    )
-    # Backward exchanges as much: its gradients come and go as the copies did.
-    backward_us = times.backward_linear_us - times.tp_backward_us - times.ep_us
-    assert backward_us == pytest.approx(2 * (times.linear_us - times.tp_us - times.ep_us))
-    assert model(SHAPE).layer(layer_of(SHAPE)).ep_us == 0
-    # Experts that are divided gather what each rank has got.
-    divided = Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=4)
-    gathered = H100.transfer_us(token_bytes, 2, 2)
-    alone = H100.all_to_all_us(token_bytes, 4, 2)
-    assert model(SHAPE, divided).layer(layer_of(SHAPE)).ep_us == pytest.approx(
-        2 * (alone + gathered)
-    )
 
 
 @pytest.mark.parametrize("kernels", ["fused", "torch"])

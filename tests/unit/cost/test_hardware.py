@@ -41,10 +41,6 @@ def test_file_says_where_each_figure_is_from(name: str) -> None:
             assert value["source"].startswith(kinds) or name == "cpu", figure
 
 
-def test_name_and_path_are_the_same_machine() -> None:
-    assert load_hardware("H100-SXM") == load_hardware(str(FOLDER / "h100-sxm.yaml"))
-
-
 def test_rates_are_shares_of_peaks() -> None:
     hardware = H100
     assert hardware.linear_tflops == pytest.approx(600, rel=0.005)

@@ -82,7 +82,7 @@ def test_vocabulary_is_padded_as_megatron_does(tmp_path: Path) -> None:
         ({"num_layers": None, "gated": None}, "num_layers, gated are missing; add them"),
         ({"kv_channels": None, "num_attention_heads": 7}, "does not divide into 7 attention heads"),
         ({"kv_channels": None, "num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"latent": 3}, "latent: 3 is no table; give names and values"),
+        ({"latent": 3}, "latent: 3 is not a table; give names and values"),
         ({"num_layers": 2.5}, "num_layers is 2.5; give a whole number"),
         ({"num_layers": True}, "num_layers is True; give a whole number"),
         ({"gated": 1}, "gated is 1; give true or false"),

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus, open_indexed, parse_split
+from megatron_wlb.data.build_corpus import build_corpus
+from megatron_wlb.data.corpus import Corpus, CorpusInfo, open_indexed, parse_split
 from megatron_wlb.data.targets import write_targets
 from megatron_wlb.data.tokenizer import file_encoder
 from megatron_wlb.errors import ConfigError, CorpusError
@@ -351,7 +352,7 @@ def test_open_refuses_an_index_cut_anywhere_or_with_a_tail(prefix: Path) -> None
     [
         (0, b"TNTIDX\0\0\0", "is not a Megatron index"),
         (9, struct.pack("<Q", 2), "has version 2 and type code 4"),
-        (17, struct.pack("<B", 7), "type code 7, which is no index of tokens"),
+        (17, struct.pack("<B", 7), "type code 7, which is not an index of tokens"),
         (17, struct.pack("<B", 5), "says that .* has 72 bytes, and it has 36"),
         (34, struct.pack("<ii", -3, 7), "is corrupt"),
         (34, struct.pack("<i", 4), "says that .* has 40 bytes, and it has 36"),

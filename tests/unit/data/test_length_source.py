@@ -103,7 +103,7 @@ def test_file_of_lines_that_is_none_is_refused(tmp_path: Path, content: str, mes
         (np.ones((2, 3), np.int64), r"holds int64 of shape \(2, 3\)"),
         (np.array([], np.int64), "has no lengths"),
         (np.array([4, -1]), "length number 2 is -1"),
-        (np.array([{}], dtype=object), "is no intact .npy array"),
+        (np.array([{}], dtype=object), "is not an intact .npy array"),
     ],
 )
 def test_array_file_of_something_else_is_refused(tmp_path: Path, array, message: str) -> None:
@@ -127,7 +127,7 @@ def npy(lengths: np.ndarray) -> bytes:
 def test_array_file_that_is_corrupt_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "lengths.npy"
     path.write_bytes(content)
-    with pytest.raises(CorpusError, match=r"is no intact \.npy array") as caught:
+    with pytest.raises(CorpusError, match=r"is not an intact \.npy array") as caught:
         LengthSource.of_file(path)
     assert "\n" not in str(caught.value)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron_wlb.data.build_corpus import build_corpus
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.corpus import Corpus, build_corpus
+from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_planner
 from megatron_wlb.settings.config import Config, from_flat

@@ -182,7 +182,7 @@ def test_micro_batches_are_as_long_as_kernels_were_seen_to_need(tmp_path: Path) 
     ("sizes", "text", "said"),
     [
         ([(1, 1)], "2*tp2:256", r"no tables for tp2, only for tp1; measure that TP and CP"),
-        ([], "4*tp1:256", "is no folder with tables"),
+        ([], "4*tp1:256", "is not a folder with tables"),
         ([(1, 1)], "4*tp1:8192", "to take documents of 8192 tokens, but .* 4096"),
     ],
 )

@@ -86,12 +86,12 @@ def test_file_of_strategies_comes_back(tmp_path: Path) -> None:
     [
         ("tp16:4k", "TP 16, above the 8 devices of a node; use less TP"),
         ("5*tp8:4k", "5 replicas need 40 ranks of 32, and no node of 8 has 8 left for tp8"),
-        ("tp8", "'tp8' is no replica; give one such as tp8pp2:128k"),
+        ("tp8", "'tp8' is not a replica; give one such as tp8pp2:128k"),
         ("tp8tp4:1k", "'tp8tp4' is no scheme; give each size once"),
         ("0*tp8:1k", "number of replicas is 0; give at least 1"),
         ("vpp2:1k", "VPP 2 is for a pipeline, but PP is 1"),
         ("tp2sliced:1k", "sliced is for a pipeline, but PP is 1"),
-        ("slicedpp2:1k", "'slicedpp2:1k' is no replica"),
+        ("slicedpp2:1k", "'slicedpp2:1k' is not a replica"),
         ("tp8:4", "max_tokens is 4; give at least 8"),
         ("tp2:1k@0-1+tp2:1k@1-2", "rank 1 is in replicas 0 and 1; give it to one"),
         ("tp2:1k@0-2", "has 3 ranks, but needs 2"),
@@ -99,7 +99,7 @@ def test_file_of_strategies_comes_back(tmp_path: Path) -> None:
         ("tp1:1k@32", "rank is 32; give at most 31"),
         ("2*tp2:1k@0-1", "2 replicas have the ranks of one"),
         ("tp2:1k@0-1+tp2:1k", "1 of 2 replicas have ranks; give them to all or none"),
-        ("", "'' is no replica"),
+        ("", "'' is not a replica"),
     ],
 )
 def test_wrong_strategy_names_value_limit_and_remedy(text: str, said: str) -> None:
@@ -116,8 +116,8 @@ def test_strategy_without_replicas_and_wrong_files_are_refused(tmp_path: Path) -
         ("", "expected names and values"),
         ("num_devices: 8", "devices_per_node"),
         ("num_devices: 8\ndevices_per_node: 8\nstrategy: [tp2:1k]", "unknown entry strategy"),
-        ("num_devices: 8\ndevices_per_node: 8\nstrategies: []", "are none"),
-        ("num_devices: 8\ndevices_per_node: 8\nstrategies: [tp9]", "no replica"),
+        ("num_devices: 8\ndevices_per_node: 8\nstrategies: []", "there are no strategies"),
+        ("num_devices: 8\ndevices_per_node: 8\nstrategies: [tp9]", "not a replica"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said) as caught:

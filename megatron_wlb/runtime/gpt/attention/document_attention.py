@@ -29,7 +29,11 @@ from megatron_wlb.runtime.gpt.attention.context_parallel import (
 from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.latent_rows import Expand
-from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice, Slice, slice_attention
+from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    KVSlice,
+    LayerSlice,
+    slice_attention,
+)
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.ranks.transfer import to_device
@@ -50,7 +54,7 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """``[T/CP]`` int64 on the device: each local token's position in its document."""
     gather: KeyGather | None = None
     """Where the keys are, if tokens are spread over ranks."""
-    slice: Slice | None = None
+    slice: KVSlice | None = None
     """The part of a document that the first tokens are, if they are one."""
     sliding: PlanSeqParams | None = None
     """The same for layers of a sliding window, with the keys in reach alone; None without any."""
@@ -71,7 +75,7 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
         segments: Segments | None,
         positions: npt.NDArray[np.int64],
         gather: KeyGather | None = None,
-        cut: Slice | None = None,
+        cut: KVSlice | None = None,
     ) -> PlanSeqParams:
         known = [*(cut.chunks if cut else ()), *([segments] if segments else ())]
         num_positions = int(positions.max()) + 1  # on the host: a GPU would have to be waited for

@@ -116,14 +116,14 @@ class SliceStore:
             self.ahead[1].leave()
             self.ahead = None
 
-    def slice(self, span: Span, divided: bool = False) -> Slice:
+    def slice(self, span: Span, divided: bool = False) -> KVSlice:
         """The handle of a slice whose queries are not laid out yet."""
         document = span.document
-        return Slice(self, document.key, span.start, span.stop, document.length, divided=divided)
+        return KVSlice(self, document.key, span.start, span.stop, document.length, divided=divided)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Slice:
+class KVSlice:
     """Tokens ``[start, stop)`` of a document, and where its keys and values are."""
 
     store: SliceStore
@@ -224,7 +224,7 @@ class PrefixCall:
     def __init__(
         self,
         kernel: LseKernel,
-        cut: Slice,
+        cut: KVSlice,
         query: torch.Tensor,
         halves: tuple[torch.Tensor, torch.Tensor],
         scale: float,
@@ -293,7 +293,7 @@ class LayerSlice:
     its part of the buffer's tensors.
     """
 
-    slice: Slice
+    slice: KVSlice
     layer: int
     kernel: VarlenKernel
     scale: float

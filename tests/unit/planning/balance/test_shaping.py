@@ -26,7 +26,7 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document
-from megatron_wlb.planning.balance.shaping import Shaper, _place, _Step, best_sizes
+from megatron_wlb.planning.balance.shaping import Shaper, _place, _Sorted, best_sizes
 from megatron_wlb.planning.packing import PACKINGS, packer, reads
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.simulator.step import Simulator
@@ -292,7 +292,7 @@ def test_placement_fills_up_as_looking_at_every_micro_batch_would(descending):
     order = np.argsort(-works, kind="stable")
     lengths, works = lengths[order], works[order].tolist()
     most, sizes = 100 * int(lengths.sum()) // (98 * 3 * 40), random.dirichlet([4.0] * 40)
-    step = _Step(lengths.astype(float), np.zeros((2, 1, 400)), works, most)
+    step = _Sorted(lengths.astype(float), np.zeros((2, 1, 400)), works, most)
     missing = {(r, m): -size * sum(works) / 3 for r in range(3) for m, size in enumerate(sizes)}
     room = dict.fromkeys(missing, most)
     expected = [[[] for _ in sizes] for _ in range(3)]

@@ -117,8 +117,8 @@ def test_null_tokenizer_is_cut_between_numbers() -> None:
         ),
         ({"fim_split_sample": "<repo>", "fim_fragment_rate": 1.0}, "--fim-split-sample <repo> is"),
         ({"fim_split_sample": "<file>"}, "give --fim-fragment-rate"),
-        ({"fim_rate": 1.5}, "--fim-rate 1.5 is no probability; give 0 to 1"),
-        ({"fim_spm_rate": -0.5}, "--fim-spm-rate -0.5 is no probability"),
+        ({"fim_rate": 1.5}, "--fim-rate 1.5 is not a probability; give 0 to 1"),
+        ({"fim_spm_rate": -0.5}, "--fim-spm-rate -0.5 is not a probability"),
     ],
 )
 def test_flags_that_cannot_be_followed_are_refused(flags: dict[str, Any], said: str) -> None:

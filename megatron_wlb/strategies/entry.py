@@ -6,13 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.settings.config import Config
 from megatron_wlb.strategies.plan import strategy_run
 from megatron_wlb.strategies.plan.assigner import StrategyPlanner
 
 if TYPE_CHECKING:
     from megatron_wlb.cli.model import Model
+    from megatron_wlb.simulator.trial import Steps
     from megatron_wlb.strategies.run.strategy_session import StrategySession
     from megatron_wlb.study.search import Space
 
@@ -33,10 +33,8 @@ class Strategies:
 
         return StrategySession
 
-    def advise(
-        self, args: argparse.Namespace, documents: LengthSource, space: Space, model: Model
-    ) -> int:
+    def advise(self, args: argparse.Namespace, steps: Steps, space: Space, model: Model) -> int:
         from megatron_wlb.strategies import plan_strategies
 
         strategy_run.check_shape(space.shape, f"--model {args.model}")
-        return plan_strategies.run(args, documents, space, model)
+        return plan_strategies.run(args, steps, space, model)
