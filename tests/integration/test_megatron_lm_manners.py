@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ["--wlb-hardware", "none.yaml", "wlb profile"],
     ),
     "cost": (
-        {"wlb_cost": "none.json", "train_iters": 1},
+        {"wlb_cost": "none.json"},
         ConfigError.exit_code,
         ["--wlb-cost none.json", "give the path"],
     ),
@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ["--wlb-attention-kernel flash-attn-2 cannot run", "it needs a GPU", "leave it at"],
     ),
     "no-validation": (
-        {"split": "1", "eval_iters": 1, "train_iters": 1},
+        {"split": "1", "eval_iters": 1},
         ConfigError.exit_code,
         ["--eval-iters is 1", "no documents", "--split"],
     ),
@@ -90,7 +90,8 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path: Path) -> None:
     flags, exit_code, fragments = REFUSED[name]
-    finished = launch(tmp_path, 1, BOTH | {"data_path": corpus, "wlb_packing": "hold"} | flags)
+    base = BOTH | {"data_path": corpus, "train_iters": 1, "wlb_packing": "hold"}
+    finished = launch(tmp_path, 1, base | flags)
     ended = finished.wait()
     assert_refused(ended, exit_code, *fragments)
     assert "usage:" not in ended.output
