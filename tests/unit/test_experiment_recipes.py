@@ -195,7 +195,7 @@ def test_dry_run_command_prints_the_forecast(wlb, dry_run) -> None:
     assert (found["packing"], found["dp_size"]) == ("wlb", 2)
     assert "CHECKPOINT_PATH" in found["unresolved"]
     out, err = wlb("recipe run", path, "--dry-run")
-    assert "modelled" in out and "TP 2 × CP 2 × PP 4 × DP 2" in out
+    assert "simulated: 40 steps" in out and "TP 2 × CP 2 × PP 4 × DP 2" in out
     assert "not set in the environment" in err
     error = wlb.refusal("recipe run --dry-run", path, "--nnodes 3")
     assert "24 processes do not divide by TP × PP × CP = 16" in error
