@@ -36,7 +36,7 @@ LAYERS = tuple(layer for floor in FLOORS for layer in floor)
 INSIDE = {
     "cost": ("schedule", ...),
     "plan": ("sharding", "replicas", "target_runs"),
-    "planning": ("packing", "planner", ..., "ledger"),
+    "planning": ("greedy", "packing", "planner", ..., "ledger"),
     "runtime": (
         "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
         "rank_main", "measuring", "trainer", "megatron_lm",

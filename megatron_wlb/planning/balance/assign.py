@@ -44,6 +44,7 @@ from megatron_wlb.planning.balance.dispatch import (
     lower_bound_us,
 )
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.greedy import small_at_ends
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.planner import Stream
 from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
@@ -276,8 +277,7 @@ def bins_of(step: StepDocuments, costs: ReplicaCosts, documents: list[int], numb
     if costs.scheme.pp_size == 1:  # no bubbles; the largest two hide most of the exchange
         order = [order[-1], *order[:-1]]
         return [bins[at] for at in order]
-    # As planner.run_order: the smallest first and last.
-    return [bins[at] for at in (*order[::2], *order[1::2][::-1])]
+    return [bins[at] for at in small_at_ends(order)]
 
 
 def replica_us(

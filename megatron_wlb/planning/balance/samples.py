@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heapreplace
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -31,6 +30,7 @@ from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replic
 from megatron_wlb.planning.balance.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.balance.numbers import NumberChooser
 from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts
+from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.slim import SlimPacker
 from megatron_wlb.planning.planner import hosting_bytes
 from megatron_wlb.planning.slicing.cut import SLICE_MULTIPLE, Slicer
@@ -292,12 +292,12 @@ def _together(
         group: float(times_us[own].sum()) if len(own) > 1 else each_us[own[0]]
         for group, own in members.items()
     }
-    loads = [(0.0, rank) for rank in range(dp_size)]
-    ranks: Numbers = [[] for _ in loads]
+    bins = Bins((0.0, rank) for rank in range(dp_size))
+    ranks: Numbers = [[] for _ in range(dp_size)]
     for group in sorted(members, key=lambda group: (-sums_us[group], group)):
-        load_us, rank = loads[0]
+        rank = bins.place(sums_us[group])
+        assert rank is not None  # Each has room for all.
         ranks[rank] += members[group]
-        heapreplace(loads, (load_us + sums_us[group], rank))
     return list(map(sorted, ranks))
 
 
