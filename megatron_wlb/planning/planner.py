@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.cost.slices import HOST
+from megatron_wlb.cost.slices import HOST, NOTHING, Recomputed
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan, Units
 from megatron_wlb.plan.sharding.select import Prediction, Selector
@@ -316,7 +316,7 @@ class Planner:
         ranks = []
         for own in units:
             indices = []
-            again = own.recomputed or [0] * len(own.spans)
+            again = own.recomputed or [NOTHING] * len(own.spans)
             for spans, replicas, recomputed in zip(own.spans, own.replicas, again, strict=True):
                 index = shared.setdefault(spans[0], len(every)) if replicas else len(every)
                 if index == len(every):
@@ -332,7 +332,7 @@ class Planner:
         index: int,
         spans: Sequence[Span],
         replicas: tuple[int, ...] = (),
-        again: int = 0,
+        again: Recomputed = NOTHING,
         divided: bool = False,
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])

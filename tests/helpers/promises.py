@@ -92,7 +92,8 @@ class Promises:
             group = range(first, first + self.alike)
             assert len({plan.chains[rank] for rank in group}) == 1
             assert len({tuple(m.recomputed for m in ranks[rank]) for rank in group}) == 1
-            filled = [any(m.spans for m in row) for row in zip(*(ranks[n] for n in group))]  # noqa: B905
+            rows = zip(*(ranks[rank] for rank in group), strict=True)
+            filled = [any(m.spans for m in row) for row in rows]
             assert all(filled) or filled == [False]
 
     def _check_length(self, plan: StepPlan, rank: int, m: MicroBatchPlan) -> None:
@@ -113,11 +114,10 @@ class Promises:
     def _take(self, document: Document) -> None:
         """Of a document whole ones run as they arrived; of windows parts do, each token once."""
         others = self.left[_which(document)]
-        (found,) = (
-            one for one in others
-            if one.offset <= document.offset
-            and document.offset + document.length <= one.offset + one.length
-        )  # fmt: skip
+        stop = document.offset + document.length
+        holding = [d for d in others if d.offset <= document.offset and stop <= d.offset + d.length]
+        assert len(holding) == 1
+        (found,) = holding
         others.remove(found)
         before = document.offset - found.offset
         behind = found.length - before - document.length
@@ -128,8 +128,7 @@ class Promises:
         if before:
             others.append(found._replace(length=before, ends=False))
         if behind:
-            start = document.offset + document.length
-            others.append(found._replace(offset=start, length=behind))
+            others.append(found._replace(offset=stop, length=behind))
 
     def _check_time(self, plan: StepPlan, run: list[Document]) -> None:
         """Order, delay, and how full and how balanced a step is."""
@@ -173,17 +172,15 @@ class Promises:
             assert all(document.step <= due_step for document in run)
         if self.cost is None:
             return
-        loads_us = [sum(self.cost.document_us(d.length) for d in own) for own in micro_batches]
+        document_us = self.cost.document_us
+        loads_us = [sum(document_us(d.length) for d in own) for own in micro_batches]
         for own, load_us in zip(micro_batches, loads_us, strict=True):
-            others = [self.cost.document_us(d.length) for d in own if d.step > due_step]
-            lightest = min((d for d in own if d.step > due_step), default=None,
-                           key=lambda d: self.cost.document_us(d.length))  # type: ignore[union-attr]  # fmt: skip
-            if lightest is None:
-                continue
-            before_us = load_us - min(others)  # none with room had less work
+            # The lightest came last: then none with room for it had less work.
+            others = [(document_us(d.length), d.length) for d in own if d.step > due_step]
+            least_us, length = min(others, default=(load_us, 0))
             for other, other_us in zip(micro_batches, loads_us, strict=True):
-                if sum(d.length for d in other) + lightest.length <= self.max_tokens:
-                    assert before_us <= other_us * (1 + 1e-9) + 1e-9
+                if sum(d.length for d in other) + length <= self.max_tokens:
+                    assert load_us - least_us <= other_us * (1 + 1e-9) + 1e-9
 
 
 def _which(document: Document) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.graph import Floats, graph_of
+from megatron_wlb.cost.slices import NOTHING, UnitTable
 from megatron_wlb.errors import CheckpointError, PackingError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan, Units
 from megatron_wlb.plan.replicas import Scheme
@@ -427,9 +428,9 @@ def laid_out(
     chains, numbers = [], count()
     for units, costs in replicas:
         lengths = [[span.length for span in spans] for spans in units.spans]
-        prefixes = [[span.start for span in spans] for spans in units.spans]
-        times_us = costs.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
-        multiple, again = costs.scheme.length_multiple, units.recomputed or [0] * len(lengths)
+        starts = UnitTable.starting([spans[0].start if spans else 0 for spans in units.spans])
+        times_us = costs.costs.stages.times_us(lengths, None, starts).sum(axis=(0, 1))
+        multiple, again = costs.scheme.length_multiple, units.recomputed or [NOTHING] * len(lengths)
         rows = zip(units.spans, lengths, times_us.tolist(), again, strict=True)
         own = (
             MicroBatchPlan(

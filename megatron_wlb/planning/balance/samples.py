@@ -33,8 +33,10 @@ from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCos
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.slim import SlimPacker
 from megatron_wlb.planning.planner import hosting_bytes
-from megatron_wlb.planning.slicing.cut import SLICE_MULTIPLE, Slicer
+from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
+from megatron_wlb.planning.slicing.pipeline import Pipeline
 from megatron_wlb.planning.slicing.room import MemoryLimit
+from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, Cuts
 
 IN_FLIGHT = 4
 """Micro-batches for each stage with which a pipeline holds as much as with any more."""
@@ -167,18 +169,13 @@ def slice_samples(
     replica = replica_of(costs, layout, max_tokens)
     # What one rank may have: every dp_size-th, the longest first.
     worst = [sorted(lengths, reverse=True)[:: layout.dp_size]]
+    most, multiple = replica.max_tokens, replica.scheme.length_multiple
+    num = -(-sum(lengths) // (layout.dp_size * most))
     slicer = Slicer(
-        cost,
-        costs,
-        layout,
-        num_micro_batches=-(-sum(lengths) // (layout.dp_size * replica.max_tokens)),
-        max_tokens=replica.max_tokens,
-        length_multiple=replica.scheme.length_multiple,
-        num_units=number,
-        multiple=min(SLICE_MULTIPLE, replica.max_tokens),
-        alike=alike,
+        Cuts(cost, most, multiple, min(SLICE_MULTIPLE, most), layout.dp_size, alike),
+        Pipeline(costs, layout, multiple, alike, memory),
+        [number] if number else numbers_of_units(num, layout.pp_size),
         merges=False,
-        memory=memory,
         worst=worst,
     )
     units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)

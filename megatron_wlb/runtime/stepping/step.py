@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import HOST, UnitTable
+from megatron_wlb.cost.slices import HOST, NOTHING, Recomputed, UnitTable
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
@@ -110,7 +110,7 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
 def _noted(
     forward_step: ForwardStep,
     chunks: Sequence[torch.nn.Module],
-    again: Sequence[int],
+    again: Sequence[Recomputed],
     label: str,
 ) -> ForwardStep:
     """``forward_step`` that says to the watchdog which pass begins, and to layers what of the
@@ -265,7 +265,7 @@ class StepRunner:
         self.batches.has_head_start = has_head_start(self.model)
         self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]
-        again = [0 if forward_only else m.recomputed for m in micro_batches]
+        again = [NOTHING if forward_only else m.recomputed for m in micro_batches]
         if plan.chains:
             pp = model.groups.pp
             order = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))

@@ -13,6 +13,7 @@ from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.fit import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import ProfiledCost, Row, check_model, model_identity
 from megatron_wlb.data.length_source import LengthSource
@@ -86,8 +87,8 @@ def test_stages_have_the_windows_of_their_layers(recompute: Recompute) -> None:
     assert first.forward_unseen_us == first.forward_quadratic_us > 0
     assert second.forward_unseen_us == 0
     whole, costs = model.cost(), StageCosts(model.stage_costs())
-    lengths, prefixes = [[200], [500], [1300, 40]], [[0], [200], [700, 0]]
-    times_us = costs.times_us(lengths, prefixes=prefixes).sum()
+    lengths, begun = [[200], [500], [1300, 40]], UnitTable.starting([0, 200, 700])
+    times_us = costs.times_us(lengths, None, begun).sum()
     expected = whole.total_us([2000, 40])
     assert times_us == pytest.approx(expected, rel=1e-9)
     spread = StageCosts.spread(whole, model).times_us([[900]])

@@ -44,6 +44,27 @@ def test_plans_of_any_run_keep_their_promises(packing: str, data: st.DataObject)
     data.draw(soaks(12, packing)).run()
 
 
+def test_a_document_that_is_lost_or_runs_twice_is_noticed() -> None:
+    """Negative control of all tests here."""
+    plans = [*wlb.plan_steps([9, 40, 7, 25, 31, 3] * 9, window=40, num_micro_batches=2,
+                             packing="original", cost=COST)]  # fmt: skip
+    assert len(plans) > 4
+    for wrong in (plans, plans[1:], [*plans[:-1], replace(plans[3], step=plans[-1].step)]):
+        promises = Promises(80)
+        promises.give(document for plan in plans for document in plan.documents)
+        if wrong is not plans:
+            with pytest.raises(AssertionError):
+                _see(promises, wrong)
+        else:
+            _see(promises, wrong)
+
+
+def _see(promises: Promises, plans: list[wlb.StepPlan]) -> None:
+    for plan in plans:
+        promises.see(plan)
+    promises.end()
+
+
 @settings(max_examples=50)
 @given(
     st.lists(st.integers(1, 512), min_size=1, max_size=40), layouts(), st.integers(512, 1024),
