@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.cost.experts import ExpertGroups
@@ -406,28 +406,12 @@ def _whole(documents: Iterable[Document]) -> list[Span]:
     return [Span(document, 0, document.length) for document in documents]
 
 
-class Predicted(Protocol):
-    """A micro-batch whose time is predicted."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def predicted_us(self) -> float: ...
-
-    @property
-    def padded_length(self) -> int: ...
-
-
-_Predicted = TypeVar("_Predicted", bound=Predicted)
-
-
 def assign(
-    micro_batches: Sequence[_Predicted],
+    micro_batches: Sequence[MicroBatchPlan],
     dp_size: int,
     together: int = 1,
-    time_us: Callable[[_Predicted], float] = attrgetter("predicted_us"),
-) -> list[list[_Predicted]]:
+    time_us: Callable[[MicroBatchPlan], float] = attrgetter("predicted_us"),
+) -> list[list[MicroBatchPlan]]:
     """Gives each rank equally many micro-batches, with nearly equal sums of predicted time.
 
     In descending order of time each goes to the rank with the least so far that still has a place;
@@ -435,7 +419,7 @@ def assign(
     they run at once takes the time of the slowest. So as many next to each other in that order go
     to one group at once, the first of them to its rank with the least.
     """
-    ranks: list[list[_Predicted]] = [[] for _ in range(dp_size)]
+    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp_size)]
     loads_us = [0.0] * dp_size
     firsts = range(0, dp_size, together)
     groups = Bins(((0.0, first) for first in firsts), places=len(micro_batches) // dp_size)
@@ -452,8 +436,8 @@ def assign(
 
 
 def deal(
-    micro_batches: Sequence[_Predicted], dp_size: int, experts: ExpertGroups | None = None
-) -> list[list[_Predicted]]:
+    micro_batches: Sequence[MicroBatchPlan], dp_size: int, experts: ExpertGroups | None = None
+) -> list[list[MicroBatchPlan]]:
     """Assigns micro-batches to replicas, and orders those of each.
 
     Where replicas exchange tokens with experts, those of the same place are of like work, but for
@@ -464,11 +448,11 @@ def deal(
         return [run_order(rank) for rank in assign(micro_batches, dp_size)]
     size = experts.num_replicas
 
-    def own_us(m: _Predicted) -> float:
+    def own_us(m: MicroBatchPlan) -> float:
         return experts.own_us(m.predicted_us, m.padded_length)
 
     ranks = assign(micro_batches, dp_size, size, own_us)
-    ordered: list[list[_Predicted]] = []
+    ordered: list[list[MicroBatchPlan]] = []
     for first in range(0, dp_size, size):
         group = ranks[first : first + size]
         sums_us = [sum(m.predicted_us for m in row) for row in zip(*group, strict=True)]
@@ -477,6 +461,6 @@ def deal(
     return ordered
 
 
-def run_order(micro_batches: Sequence[_Predicted]) -> list[_Predicted]:
+def run_order(micro_batches: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
     """Orders micro-batches by :func:`.small_at_ends`, ties by index."""
     return small_at_ends(sorted(micro_batches, key=lambda m: (m.predicted_us, m.index)))

@@ -239,8 +239,8 @@ class Slicer:
                 Way(number, divided, windows): real_number("spent_us", us, 0)
                 for number, divided, windows, us in state.get("spent_us", [])
             }
-        saved = Way(num_units, state.get("divided", False), state.get("windows", 0))
-        found = [way for way in self.ways if way == saved]
+        saved = (num_units, state.get("divided", False), state.get("windows", 0))
+        found = [way for way in self.ways if tuple(way) == saved]
         self._next_sweep = next_sweep if found else 0
         self.way = (found or self.ways)[0] if found or len(self.ways) == 1 else None
         if found and spent_us.keys() == self._spent_us.keys():
