@@ -6,7 +6,7 @@ Written by what plans hold alone, and by what they are made of: nothing here ask
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -30,6 +30,8 @@ class Promises:
     """How many neighbouring replicas meet in each pass."""
     packer: Packer | None = None
     """Who packs whole documents or windows; None where all that arrives runs at once."""
+    number: Callable[[int], int] = int
+    """N of a step, where the packer alone decides."""
     dealt: bool = False
     """Whether another than the packer says which documents run together."""
     cost: Cost | None = None
@@ -86,8 +88,7 @@ class Promises:
         if not plan.chains and not plan.strategy and self.packer is not None:
             numbers = {len(own) for own in ranks}
             assert len(numbers) == 1
-            limits = self.packer.limits.at(plan.step)
-            assert self.dealt or numbers == {limits.num_micro_batches // self.dp_size}
+            assert self.dealt or numbers == {self.number(plan.step) // self.dp_size}
         for first in range(0, len(ranks), self.alike) if plan.chains else ():
             group = range(first, first + self.alike)
             assert len({plan.chains[rank] for rank in group}) == 1

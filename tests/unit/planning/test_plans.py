@@ -65,16 +65,17 @@ def _see(promises: Promises, plans: list[wlb.StepPlan]) -> None:
     promises.end()
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(
-    st.lists(st.integers(1, 512), min_size=1, max_size=40), layouts(), st.integers(512, 1024),
+    st.lists(st.integers(1, 512), min_size=1, max_size=40), layouts(),
+    st.sampled_from([0, 8, 64, 512]),
     st.sampled_from(["equal", "unequal", "groups", "slices"]),
 )  # fmt: skip
 def test_plans_of_samples_keep_their_promises(
-    lengths: list[int], drawn: tuple[wlb.Parallelism, int, int], max_tokens: int, how: str
+    lengths: list[int], drawn: tuple[wlb.Parallelism, int, int], more: int, how: str
 ) -> None:
     layout, multiple, _ = drawn
-    max_tokens //= 8 if how == "slices" else 1
+    max_tokens = 64 if how == "slices" else -(-max(lengths) // multiple) * multiple + more
     groups = [n // 3 for n in range(len(lengths))]
     plan = wlb.plan_batch(
         lengths, max_tokens=max_tokens, layout=layout, slices=how == "slices",
