@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_wlb.data.targets import write_targets
     from megatron_wlb.errors import WLBError
     from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-    from megatron_wlb.planning.packing import PackingMetrics
+    from megatron_wlb.planning.packing.metrics import PackingMetrics
     from megatron_wlb.runtime.trainer.sample_trainer import SampleTrainer
     from megatron_wlb.simulator.step_timeline import StepTimeline
 
@@ -39,10 +39,8 @@ def __getattr__(name: str) -> Any:
     """Loads the public name when it is used first, so that importing the package stays light."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "SampleTrainer":  # the one that imports torch and Megatron
-        from megatron_wlb.runtime.trainer.sample_trainer import SampleTrainer
+    from megatron_wlb.extensions import named
 
-        return SampleTrainer
-    from megatron_wlb import api
-
-    return getattr(api, name)
+    # One of them imports torch and Megatron.
+    module = "runtime.trainer.sample_trainer" if name == "SampleTrainer" else "api"
+    return named(f"megatron_wlb.{module}:{name}")

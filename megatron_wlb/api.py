@@ -39,7 +39,8 @@ from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
 from megatron_wlb.planning.from_config import Split
-from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.metrics import PackingMetrics
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import (
@@ -52,7 +53,7 @@ from megatron_wlb.reading import (
 )
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
-from megatron_wlb.study.evaluate import evaluate
+from megatron_wlb.simulator.trial import packed
 
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
@@ -220,7 +221,7 @@ def evaluate_packing(
     setting, workload = _workload(
         _source(documents), window, num_micro_batches, packing, max_tokens, cost, seed
     )
-    return evaluate(workload, setting, num_steps).metrics
+    return packed(workload, setting, num_steps)
 
 
 def simulate_step(

@@ -18,10 +18,12 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_wlb import interrupts
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
+from megatron_wlb.extensions import load
 from megatron_wlb.runtime.megatron_lm import arguments, refusals
 from megatron_wlb.runtime.rank_main import rank_main
 from megatron_wlb.settings import allocator
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plain and (script is None or Path(script).is_file()):
         run_script(script, flags)
         return 0
-    return rank_main(lambda: launch(script, flags), set_up_logs=False)
+    return rank_main(partial(launch, script, flags), set_up_logs=False)
 
 
 def launch(script: str | None, flags: Sequence[str]) -> None:
@@ -68,7 +70,7 @@ def launch(script: str | None, flags: Sequence[str]) -> None:
     Raises :class:`WLBError` before any process group exists, for all that can be known by then.
     """
     if script is not None and not Path(script).is_file():
-        raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
+        raise ConfigError(f"{script} is not a file; give the path of Megatron-LM's pretrain_gpt.py")
     flags = with_settings_file(flags)
     wlb, others = _parser().parse_known_args(flags)
     known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
@@ -82,12 +84,10 @@ def launch(script: str | None, flags: Sequence[str]) -> None:
     _find_megatron(script)
     try:
         # These import torch, and then Megatron under the device's conditions.
-        from megatron_wlb.runtime.emulation import cpu
+        from megatron_wlb.runtime import emulation
 
-        if cpu.device_for(wlb.wlb_device) == "cpu":
-            from megatron_wlb.runtime.megatron_lm import cpu_loop as megatron_lm_cpu
-
-            megatron_lm_cpu.install()
+        if emulation.device_for(wlb.wlb_device) == "cpu":
+            load("cpu")()
         if plans or _asks_for_help(flags):
             from megatron_wlb.runtime.megatron_lm import install
 

@@ -95,7 +95,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
             num_bytes = max(os.fstat(stream.fileno()).st_size, _BLOCK_BYTES)
             content = stream.read(min(num_bytes, max_bytes) + 1)
         if len(content) > max_bytes:
-            raise ConfigError(f"it is larger than {max_bytes} bytes, which no such file is")
+            raise ConfigError(f"it is larger than {max_bytes} bytes, the limit of such a file")
         return content.decode()
     except (OSError, ValueError) as error:  # a NUL in the path, bytes that are no UTF-8
         raise ConfigError(one_line(error)) from None
@@ -152,7 +152,7 @@ def _check(value: object) -> None:
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str):
-                raise ConfigError(f"the name {shown(name)} is no text; put it in quotes")
+                raise ConfigError(f"the name {shown(name)} is not a text; put it in quotes")
             _check(inner)
     elif isinstance(value, list | tuple | set):
         for inner in value:
@@ -256,7 +256,7 @@ def record(what: str, kind: type[_T], values: object) -> _T:
     and for values of another type than the dataclass has.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{what}{shown(values)} is no table; give names and values")
+        raise ConfigError(f"{what}{shown(values)} is not a table; give names and values")
     own = fields(kind)  # type: ignore[arg-type]
     needed = [f.name for f in own if f.default is MISSING and f.default_factory is MISSING]
     check_names(what, "entry", values, [f.name for f in own], needed)
@@ -334,7 +334,7 @@ def decimal(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is not finite; give a finite number")
     return value
@@ -386,7 +386,7 @@ class Several(argparse.Action):
             setattr(namespace, self.dest, [self._of(word) for word in words])
         except ValueError:
             raise ConfigError(
-                f"{option_string} {shown(' '.join(values))[1:-1]} is no list of whole numbers; "
+                f"{option_string} {shown(' '.join(values))[1:-1]} is not a list of whole numbers; "
                 "write several as 4 16 or 4,16"
             ) from None
 

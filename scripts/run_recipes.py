@@ -60,7 +60,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--table", type=Path, nargs="+", metavar="FILE",
-        help="runs nothing, and writes docs/recipes.md and docs/recipe-runs.md of files of --out",
+        help="runs nothing, and writes docs/results/recipe-runs.md of files of --out",
     )  # fmt: skip
     parser.add_argument(
         "--limit", type=float, default=300.0, metavar="SECONDS", help="of a run (default: 300)"
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--spoil", choices=SPOILS, default="", help="makes the layout's runs wrong")
     options = parser.parse_args()
     if options.table:
-        pages.write([Results.read(path) for path in options.table], ROOT / "docs")
+        pages.write([Results.read(path) for path in options.table], ROOT / "docs" / "results")
         return 0
     if options.folder is None:
         raise ConfigError("no recipes are named; give the folder of a checkout of Megatron-LM")

@@ -148,7 +148,7 @@ MEASURED = ("ms_per_step",)
 NAMES = [*STEPS, *BATCHES, *RUNS, *COMMANDS]
 FIGURES = (
     *("documents", "tokens", "packing", "strategy", "max_tokens", "imbalance_mean"),
-    *("step_ms", "peak_gib", "speedup", "work_speedup"),
+    *("step_ms", "peak_gib", "speedup", "net_speedup"),
 )
 """What of a command's result stands beside its digest: the first value of each name."""
 

@@ -14,7 +14,7 @@ from megatron_wlb.planning.ledger.history import History, Report, audit
 from megatron_wlb.planning.ledger.lines import NAME
 from megatron_wlb.planning.ledger.replay import replay
 from megatron_wlb.reading import path_of_flag
-from megatron_wlb.runtime.saving.saved_state import newest_state
+from megatron_wlb.runtime.saving.state_file import newest_state
 
 _EPILOG = f"""\
 RUN is the folder of --save. Training writes {NAME} there, a line a step, unless --wlb-no-ledger is

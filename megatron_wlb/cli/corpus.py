@@ -12,7 +12,8 @@ from rich.table import Table
 from megatron_wlb.cli.flags import add_command, flag
 from megatron_wlb.cli.inputs import SOURCES, add_source, source
 from megatron_wlb.cli.output import check_picture, console, facts, progress_bar, say, table_of
-from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
+from megatron_wlb.data.build_corpus import build_corpus
+from megatron_wlb.data.corpus import Corpus, CorpusInfo
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
 from megatron_wlb.planning.packing.reference import REFERENCE_WINDOW

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.baseline import COLUMNS, Baseline
+from megatron_wlb.simulator.trial import Outcome
 
 WIDTH = 160
 """The width of tables that go to a file or a pipe."""
 OVER = "! is above the limit"
 """What a caption says of :func:`marked` numbers."""
+MIN_WIDTH = 130
+"""Columns of a terminal that has room for more figures."""
 QUIET_S = 1.0
 """Work that takes no longer says nothing where there is no terminal."""
 
@@ -45,6 +50,58 @@ def table_of(
     for header in headers:
         table.add_column(header, justify="left" if header in words else "right")
     return table
+
+
+def table_of_outcomes(
+    title: str,
+    columns: Sequence[str],
+    outcomes: Sequence[tuple[Outcome, Baseline]],
+    caption: str,
+    extra: Sequence[str] = (),
+) -> Table:
+    """A row each, in sections of one packing. What tells nothing here is left out, and ``extra``
+    columns where there is no room.
+    """
+    runs = [outcome.run for outcome, _ in outcomes]
+    room = console().width >= MIN_WIDTH
+    told = {
+        "num_micro_batches": len({run.num_micro_batches for run in runs}) > 1,
+        "sharding": runs[0].parallelism.cp_size > 1,
+        "cp_imbalance": runs[0].parallelism.cp_size > 1,
+        "recompute": len({run.recompute for run in runs}) > 1,
+        "net_speedup": any(base.stock for _, base in outcomes),
+        "expert_wait_share": runs[0].costs.experts is not None,
+        "padding": any(outcome.metrics.padding_share >= 0.00005 for outcome, _ in outcomes),
+        **dict.fromkeys(extra, room),
+    }
+    shown = [COLUMNS[name] for name in columns if told.get(name, True)]
+    words = [COLUMNS[name].header for name in ("title", "sharding", "recompute")]
+    table = table_of(title, [column.header for column in shown], words, caption)
+    for column in table.columns:
+        column.no_wrap = column.header not in words
+    before, several = outcomes[0][0], len({outcome.sharding for outcome, _ in outcomes}) > 1
+    for outcome, base in outcomes:
+        if several and outcome.setting != before.setting:
+            table.add_section()
+        before = outcome
+        cells = {column.name: column.cell(outcome, base) for column in shown}
+        if len(outcome.mfu_by_seed) > 1 and outcome is not base.original:
+            cells["speedup"] += " ({:.2f}-{:.2f})".format(*outcome.speedup_by_seed(base.original))
+        if "peak_gib" in cells:
+            cells["peak_gib"] = marked(cells["peak_gib"], over=bool(outcome.out_of_memory))
+        table.add_row(*cells.values())
+    return table
+
+
+def about_columns(names: Sequence[str]) -> str:
+    """What a help text says of a table's columns."""
+    shown = [COLUMNS[name] for name in names]
+    width = max(len(column.header) for column in shown)
+    lines = []
+    for column in shown:
+        first, *rest = textwrap.wrap(column.about, 96 - width)
+        lines += [f"  {column.header:{width}}  {first}", *(f"  {'':{width}}  {r}" for r in rest)]
+    return "\n".join(lines)
 
 
 def marked(number: str, *, over: bool) -> str:

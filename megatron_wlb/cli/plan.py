@@ -7,14 +7,16 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from rich.table import Table
 
 from megatron_wlb.cli import inputs
-from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.model import MODELS, Model, read_model
+from megatron_wlb.cli.inputs import RECOMPUTE, machine_title
+from megatron_wlb.cli.model import Model, read_model
 from megatron_wlb.cli.output import (
     OVER,
     check_file,
@@ -24,42 +26,33 @@ from megatron_wlb.cli.output import (
     say,
     table_of,
 )
-from megatron_wlb.cli.scenario import (
-    MACHINES,
-    RECOMPUTE,
-    add_expert_imbalance,
-    add_model,
-    machine_title,
-)
-from megatron_wlb.cost import Execution, load_hardware
+from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.plan.sharding.select import MODES, Mode
+from megatron_wlb.planning.extension import strategies
+from megatron_wlb.planning.from_config import execution
 from megatron_wlb.planning.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import Config, flag_of
-from megatron_wlb.strategies import plan_strategies
-from megatron_wlb.strategies.plan.strategy_run import check_shape
+from megatron_wlb.settings.megatron import ParallelConfig
+from megatron_wlb.simulator.baseline import COLUMNS, row
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain, steps_of
-from megatron_wlb.study.compare import WARM_UP_STEPS
 from megatron_wlb.study.search import PASSES, Rejected, Search, Space, by_reason, search
 
 STEP_TOKENS = 1 << 22
 """Tokens of a step if N is not given."""
-STEPS = 40
 HEADROOM = 0.05
-NUM_TUNED = 36
-"""Packings and S_max that are simulated of the best layouts, about."""
 UNFIT_ANYWHERE = "no gain over original is told, which fits memory in no layout here"
+SHOWN = ("step_ms", "tokens_per_s", "bubble_share", "peak_gib", "delay_mean")
 SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size")
 
 _EPILOG = f"""\
 {inputs.SOURCES}
-{MODELS}\
-{MACHINES}
+{inputs.MACHINES}
 how it searches:
   Every way to divide the devices over TP, CP, PP, VPP and DP, with each N and as little
   recomputation as fits, is checked against the model, Megatron's schedule and the memory limit.
@@ -81,7 +74,7 @@ table:
 
 columns:
   coarse     MFU by the coarse pass, of even micro-batches of an average mix: it ranks layouts
-  work/s     work a second over the fastest of original packing
+  over best  work a second over the fastest of original packing in whichever layout
   MFU        simulated over steps of your documents
   others as for wlb simulate
 
@@ -97,7 +90,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     inputs.add_source(parser)
-    add_model(parser)
+    inputs.add_model(parser, required=True)
     group = parser.add_argument_group("what is searched")
     flag(group, "--num-devices N", "GPUs", required=True)
     about = "of a step over all replicas: --global-batch-size; several are compared"
@@ -110,14 +103,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     about = f"as for wlb simulate (default: {','.join(Space.packings)})"
     flag(group, "--packing a,b,…", about)
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
-    add_expert_imbalance(group)
+    inputs.add_expert_imbalance(group)
     inputs.add_long_documents(group)
     flag(group, "--refine N", "layouts to simulate", 8)
     flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
     flag(group, "--fp32", "strategies of a run without --bf16: what fits memory is less")
-    about = f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
-    flag(group, "--steps N", about)
-    add_max_delay(group)
+    inputs.add_steps(group)
+    inputs.add_max_delay(group)
     flag(group, "--headroom SHARE", "of the memory limit that is left free", HEADROOM)
     output = parser.add_argument_group("output")
     flag(output, "--out FILE.yaml", "recipe of the best, for wlb recipe run")
@@ -139,41 +131,34 @@ def _run(args: argparse.Namespace) -> int:
             "leave it out, and check the best with wlb simulate --cost"
         )
     model = read_model(args.model)
+    if model.config.model.position_embedding_type == "yarn":
+        raise ConfigError(
+            f"--model {args.model} has --position-embedding-type yarn, which no run with "
+            "--wlb-packing takes, as positions are by document; use rope, learned_absolute or none"
+        )
     packings = args.packing or Space.packings
     config = inputs.asked(args, model)
     model = model.with_settings(config)
     hardware = config.wlb.wlb_hardware
-    machine_name = machine_title(args.model, hardware, args.num_devices)
+    machine_name = f"{Path(args.model).stem} on {machine_title(args.num_devices, hardware)}"
     documents = inputs.source(args, config.data.seq_length, config)
     space = _space(args, model, config, packings)
+    job = inputs.Job(args, model, config, space.num_micro_batches, documents)
+    steps = job.steps(max(space.num_micro_batches) * space.window)
     if args.strategies:
-        check_shape(space.shape, f"--model {args.model}")
-        return plan_strategies.run(args, documents, space, model)
+        return strategies().advise(args, steps, space, model)
     if args.fp32:
         raise ConfigError(
             "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "
             "out, or give --strategies"
         )
-    documents.check(window=space.window, long_documents=args.long_documents)
-    most, cases = max(space.num_micro_batches) * space.window, args.refine + NUM_TUNED
-    warm_up, steps = num_steps(
-        args,
-        documents,
-        window=space.window,
-        step_tokens=most,
-        num_cases=cases,
-        default=(WARM_UP_STEPS, STEPS),
-    )
     with progress_bar("searching") as progress:
         found = search(
             space,
-            documents,
+            steps,
             num_refined=args.refine,
-            steps=steps,
-            warm_up=warm_up,
-            seeds=[args.seed],
             max_delay=args.max_delay,
-            long_documents=args.long_documents,
+            hardware=hardware,
             # Each pass takes about as long as the others.
             progress=lambda what, done, total: progress(
                 PASSES.index(what) * 100 + 100 * done // total, 100 * len(PASSES)
@@ -200,9 +185,9 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(_json(found, flags, command), indent=1))
         return 0
     out = console()
-    out.print(_table(args, machine_name, space, found))
+    out.print(_table(args, machine_name, space, found, steps.seeds[0]))
     out.print(_rejected(found))
-    for line in [_verdict(found), *_best_of_each(found)]:
+    for line in [_verdict(found), found.base.said, *_best_of_each(found)]:
         say(out, line)
     out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.to_add(flags)}")
     out.print(command, soft_wrap=True)
@@ -235,12 +220,7 @@ def _space(
     recompute = [args.recompute] if args.recompute else RECOMPUTE
     return Space(
         shape=model.shape,
-        execution=Execution(
-            expert_imbalance=config.wlb.wlb_expert_imbalance,
-            replicas_meet=config.replicas_meet,
-            merges=config.merges,
-            host_gib=config.wlb.wlb_host_gib,
-        ),
+        execution=execution(_undivided(config)),
         hardware=hardware,
         num_devices=args.num_devices,
         memory_gib=config.wlb.wlb_memory_gib,
@@ -256,6 +236,15 @@ def _space(
     )
 
 
+def _undivided(config: Config) -> Config:
+    """``config`` without its layout, on GPUs and in 16 bits, as the flags that are printed say."""
+    parallel = ParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, distributed_backend="nccl"
+    )
+    training = replace(config.training, bf16=True)
+    return replace(config, parallel=parallel, training=training)
+
+
 def _remarks(machine: str, found: Search, to_add: str) -> str:
     best = found.best
     scenario, outcome = best.candidate.scenario, best.outcome
@@ -264,6 +253,7 @@ def _remarks(machine: str, found: Search, to_add: str) -> str:
         f"{outcome.title}.\n"
         f"Simulated, not measured: MFU {outcome.mfu:.1%}, {outcome.tokens_per_s:,.0f} tokens/s, "
         f"{outcome.step_us / 1e3:,.0f} ms a step, peak {outcome.peak_bytes / GIB:.1f} GiB.\n"
+        f"{_verdict(found)}\n{found.base.said}\n"
         f"Made by: {shlex.join(['wlb', *sys.argv[1:]])}\n"
         f"Left to add: {to_add};\n"
         "and as you like --split, --save, --load, --save-interval and the optimizer."
@@ -271,18 +261,20 @@ def _remarks(machine: str, found: Search, to_add: str) -> str:
 
 
 def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
-    base = (found.original or found.best).outcome
+    best = found.original or found.best
     return {
         "simulated": True,
-        "original_fits": found.original_fits,
+        "frame": found.base.as_dict(),
+        "original_fits": found.original is not None,
         "ranked": [
             _layout(choice.candidate.scenario)
             | {
                 "coarse_mfu": choice.candidate.mfu,
                 "most_tokens_that_fit": choice.candidate.max_tokens,
                 "fits": choice.fits,
+                "speedup_over_best": choice.outcome.speedup(best.outcome),
             }
-            | choice.outcome.row(base)
+            | row(choice.outcome, found.base if found.is_beside(choice) else None)
             for choice in found.ranked
         ],
         "coarse": [
@@ -306,14 +298,14 @@ def _layout(of: Run | Rejected) -> dict[str, Any]:
     }
 
 
-def _table(args: argparse.Namespace, machine: str, space: Space, found: Search) -> Table:
+def _table(args: argparse.Namespace, machine: str, space: Space, found: Search, seed: int) -> Table:
     table = table_of(
         f"{machine}, window {space.window:,}: "
         f"{found.num_simulated} simulated of {len(found.candidates)} that can run",
-        ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s", "step ms",
-         "tokens/s", "bubble", "peak GiB", "delay"),
+        ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "over best",
+         *(COLUMNS[name].header for name in SHOWN)),
         ("", "layout", "packing"),
-        f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
+        f"simulated: {found.best.outcome.metrics.num_steps} steps of each, seed {seed}; mean "
         f"delay up to {steps_of(found.max_delay)} (--max-delay), memory up to "
         f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free); "
         f"{OVER}",
@@ -322,7 +314,7 @@ def _table(args: argparse.Namespace, machine: str, space: Space, found: Search) 
     layouts = found.layouts[: args.rows]
     for number, choice in enumerate([*layouts, *found.packings], start=1):
         scenario, outcome = choice.candidate.scenario, choice.outcome
-        peak, delay = f"{outcome.peak_bytes / GIB:.1f}", f"{outcome.delay_steps:.3f}"
+        *others, peak, delay = (COLUMNS[name].cell(outcome) for name in SHOWN)
         if number == len(layouts) + 1:
             table.add_section()
         table.add_row(
@@ -335,9 +327,7 @@ def _table(args: argparse.Namespace, machine: str, space: Space, found: Search) 
             f"{choice.candidate.mfu:.1%}",
             f"{outcome.mfu:.1%}",
             f"{outcome.speedup(base):.{DIGITS}f}",
-            f"{outcome.step_us / 1e3:,.0f}",
-            f"{outcome.tokens_per_s:,.0f}",
-            f"{outcome.bubble_share:.1%}",
+            *others,
             marked(peak, over=not choice.fits),
             marked(delay, over=outcome.delay_steps > found.max_delay),
         )
@@ -387,14 +377,17 @@ def _verdict(found: Search) -> str:
     if outcome.delay_steps > found.max_delay:
         said = f"Nothing that was simulated keeps within {limit} (--max-delay); fastest"
     said += f": {title(best.candidate.scenario.parallelism)}, {outcome.title}"
-    if original is None:
-        return f"{said}." if found.original_fits is None else f"{said}; {UNFIT_ANYWHERE}."
+    if "original" in {choice.outcome.title for choice in found.ranked} and original is None:
+        said += f"; {UNFIT_ANYWHERE}"
     if original is best:
         return f"{said}."
-    beside = [c for c in found.packings if c.outcome.setting.is_plain and c.fits]
-    if beside:
-        return f"{said}: it does {gain(outcome.option, beside[0].outcome.option, 'simulated')}."
+    did = f"{said}: on this layout it does {gain(outcome, found.base.original, found.base.name)}"
+    if found.base.stock:
+        did += f", net {found.base.net_speedup(outcome):.{DIGITS}f} ×"
+    if original is None:
+        return f"{did}."
+    where = title(original.candidate.scenario.parallelism)
     return (
-        f"{said}: {outcome.speedup(original.outcome):.{DIGITS}f} × the work a second of original "
-        f"on {title(original.candidate.scenario.parallelism)}, simulated."
+        f"{did}; it does {outcome.speedup(original.outcome):.{DIGITS}f} × that of original's best "
+        f"layout, {where}."
     )

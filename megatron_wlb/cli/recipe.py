@@ -7,22 +7,23 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_wlb.cli.flags import add_command, flag
-from megatron_wlb.cli.output import facts, remark
+from megatron_wlb.cli.output import console, facts, remark, say
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_DEVICES, text_of_flag, whole_number
 from megatron_wlb.runtime.megatron_lm import dry_run
 from megatron_wlb.runtime.megatron_lm.arguments import asks_for_plans
 from megatron_wlb.settings.command_line import with_settings_file
 from megatron_wlb.settings.recipe import Recipe, launch_command, quoted, read_recipe
-from megatron_wlb.simulator.forecast import Forecast
+from megatron_wlb.simulator.baseline import COLUMNS
 
 _EPILOG = """\
 FILE is a recipe of Megatron-LM (tests/functional_tests/test_cases/**/model_config.yaml) or one of
@@ -126,9 +127,10 @@ def _dry_run(args: argparse.Namespace, recipe: Recipe) -> int:
     for line in told:
         remark(line)
     if args.json:
-        print(json.dumps(asdict(found) | {"unresolved": recipe.unresolved}))
+        print(json.dumps(found | {"unresolved": recipe.unresolved}))
     else:
         Console().print(_table(recipe, found))
+        say(console(), found["frame_said"])
         _notes(recipe)
     return 0
 
@@ -178,31 +180,37 @@ def _as_shell(command: list[str], variables: Collection[str]) -> str:
 
 def _notes(recipe: Recipe) -> None:
     """On stderr: what the command does not say."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if recipe.unresolved:
-        console.print(f"note: not set in the environment: {', '.join(recipe.unresolved)}")
+        err.print(f"note: not set in the environment: {', '.join(recipe.unresolved)}")
     for script in recipe.scripts:
-        console.print(f"note: {script} of the recipe is not run; see {recipe.path}")
+        err.print(f"note: {script} of the recipe is not run; see {recipe.path}")
 
 
-def _table(recipe: Recipe, found: Forecast) -> Table:
-    unfit = "" if found.original_fits else "; original does not fit memory"
-    windows, fitting = found.max_tokens / found.window, found.fitting_tokens / found.window
+def _table(recipe: Recipe, found: Mapping[str, Any]) -> Table:
+    def said(name: str) -> str:
+        return COLUMNS[name].form.format(found[name])
+
+    windows, fitting = (found[name] / found["window"] for name in ("max_tokens", "fitting_tokens"))
+    sizes = " × ".join(
+        f"{axis.upper()} {found[f'{axis}_size']}" for axis in ("tp", "cp", "pp", "dp")
+    )
+    experts = f", EP {found['ep_size']}" if found["ep_size"] > 1 else ""
+    units = found["units"]
     rows = {
-        "parameters": f"{found.parameters / 1e9:.2f} billion",
-        "layout": f"{found.num_devices} devices: TP {found.tp_size} × CP {found.cp_size} × "
-        f"PP {found.pp_size} × DP {found.dp_size}, VPP {found.vpp_size}"
-        + (f", EP {found.ep_size}" if found.ep_size > 1 else ""),
-        "micro-batches a rank": str(found.num_micro_batches),
-        "window": f"{found.window:,} tokens",
-        **({} if found.units is None else {"units a rank": f"{found.units}, of one step"}),
-        "S_max": f"{found.max_tokens:,} tokens, {windows:.3g} windows (up to {fitting:.3g} fit)",
-        "memory, largest stage": f"{found.peak_gib:.1f} GiB of {found.limit_gib:.1f} for tensors, "
-        f"{found.state_gib:.1f} of it weights, gradients and optimizer",
-        "step": f"{found.step_ms:,.0f} ms, with gradient reduction and update",
-        "tokens a second": f"{found.tokens_per_s:,.0f}",
-        "documents": f"lengths {found.documents}",
-        f"{found.packing} against original": f"{found.speedup:.2f}×, net of all that stock "
-        f"Megatron may overlap {found.net_speedup:.2f}×{unfit}",
+        "parameters": f"{found['parameters'] / 1e9:.2f} billion",
+        "layout": f"{found['num_devices']} devices: {sizes}, VPP {found['vpp_size']}{experts}",
+        "micro-batches a rank": str(found["micro_batches_a_rank"]),
+        "window": f"{found['window']:,} tokens",
+        **({} if units is None else {"units a rank": f"{units}, of one step"}),
+        "S_max": f"{found['max_tokens']:,} tokens, {windows:.3g} windows (up to {fitting:.3g} fit)",
+        "memory, largest stage": f"{said('peak_gib')} GiB, at most {found['most_gib']:.1f} of "
+        f"{found['limit_gib']:.1f} for tensors; {found['state_gib']:.1f} of it weights, gradients "
+        "and optimizer",
+        "step": f"{said('step_ms')} ms, with gradient reduction and update",
+        "tokens a second": said("tokens_per_s"),
+        "MFU": said("mfu"),
+        "documents": f"lengths {found['lengths']}",
+        f"{found['title']} against original": f"{said('speedup')}, net {said('net_speedup')}",
     }
-    return facts(f"{recipe.path}, modelled", rows)
+    return facts(f"{recipe.path}, simulated: {found['steps']} steps", rows)

@@ -7,35 +7,42 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Sequence
-
-from rich.table import Table
+from collections.abc import Iterable, Iterator
 
 from megatron_wlb.cli import inputs
-from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say, table_of
+from megatron_wlb.cli.output import (
+    check_picture,
+    console,
+    progress_bar,
+    remark,
+    say,
+    table_of_outcomes,
+)
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.baseline import Baseline, baseline, row
+from megatron_wlb.simulator.trial import Outcome
 from megatron_wlb.study.advice import check_max_delay, gain, steps_of
-from megatron_wlb.study.evaluate import Evaluation
-from megatron_wlb.study.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
+from megatron_wlb.study.tune import TUNABLE, Tuning, frontier, tune
 
 MOST_ROWS = 12
 """The most rows of the trade-off curve in the table."""
-NUM_SETTINGS = 120
-"""About so many are tried."""
+COLUMNS = (
+    "title", "recompute", "max_windows", "speedup", "net_speedup", "imbalance_time_weighted",
+    "imbalance_p95", "peak_gib", "delay_mean", "delay_p99", "delay_max",
+)  # fmt: skip
 
 _EPILOG = f"""\
 {inputs.SOURCES}
-{inputs.COSTS}
+{inputs.MACHINES}
 how it chooses:
-  The documents are parted at random. One half is packed with about a hundred settings (number and
+  One half of the documents, at random, is packed with about a hundred settings (number and
   thresholds of wlb's queues; tau and delay price of hold; S_max up to --max-windows), and of those
-  with a mean delay within --max-delay the one with the highest modelled throughput is taken. The
-  other half judges it, together with the defaults, original, fixed-greedy and in a pipeline
-  (--pp-size) slim, which has nothing to tune: the fastest there within --max-delay is recommended;
-  of equals that with less delay.
+  with a mean delay within --max-delay the one with the most work a second is taken. The steps that
+  all commands simulate judge it, together with the defaults, original, fixed-greedy and slim, which
+  have nothing to tune: the fastest there within --max-delay is recommended; of equals that with
+  less delay.
 
 examples:
   wlb tune --distribution reference --max-delay 0.3 --plot trade-off.png
@@ -48,13 +55,14 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     inputs.add_source(parser)
-    inputs.add_workload(parser)
+    inputs.add_model(parser)
+    inputs.add_layout(parser)
     group = parser.add_argument_group("search")
     flag(group, "--packing a,b", "what is tuned", list(TUNABLE))
-    add_max_delay(group)
+    inputs.add_packing_rules(group)
+    inputs.add_max_delay(group)
     flag(group, "--look-ahead K", "let hold look so many steps ahead", 0)
-    about = f"of each setting that count, after {WARM_UP_STEPS}"
-    flag(group, "--steps N", f"{about} (default: 50 to 250, fewer where they are large)")
+    inputs.add_steps(group)
     output = parser.add_argument_group("output")
     flag(output, "--plot FILE", "trade-off curve, PNG")
     output.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -65,134 +73,82 @@ def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
     job = inputs.read_job(args)
-    documents = inputs.source(args, job.window, job.config)
+    documents = job.documents
     number, *others = job.numbers
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
-    run = job.known_run(number)
-    max_tokens = job.max_tokens(run)
-    base = job.workload(documents, number, run)
-    warm_up, steps = num_steps(
-        args,
-        documents,
-        window=job.window,
-        step_tokens=base.step_tokens,
-        num_cases=NUM_SETTINGS,
-        default=(WARM_UP_STEPS, max(50, min(250, 1600 // number))),
-        times=2,
-    )
+    run = job.run(number)
+    max_tokens, steps = job.max_tokens(run), job.steps(run.step_tokens)
     if documents.num_documents < MIN_TO_SPLIT:
         remark(
             f"{documents.num_documents} documents are too few to part: settings are judged on the "
             "ones they were chosen on, in another order"
         )
-    tokens = 2 * (warm_up + steps) * base.step_tokens
-    sampled = documents.sampled(tokens, window=job.window, seed=args.seed)
-    halves = [dataclasses.replace(base, source=half) for half in sampled.halves(args.seed)]
+    sampled = documents.sampled(2 * len(steps) * run.step_tokens, window=job.window, seed=1)
+    choosing = dataclasses.replace(steps, source=sampled.halves(1)[1])
     with _no_warnings_of_backlogs(), progress_bar("trying settings") as progress:
+        base = baseline(run, steps, job.sharding, job.hardware)
         tuning = tune(
-            *halves,
+            run,
+            choosing,
+            steps,
+            base,
             packings=args.packing,
             max_tokens=max_tokens,
             max_delay=args.max_delay,
-            steps=steps,
-            warm_up=warm_up,
+            sharding=job.sharding,
             look_ahead=args.look_ahead,
-            limits=job.limits,
-            costs=None if run is None else run.costs,
+            limits={"max_age": args.max_age, "max_step_tokens": args.max_step_tokens},
             progress=progress,
         )
-    job.without_slices("judged")
-    s_max = f"S_max up to {max_tokens / job.window:g} windows"
-    title = f"{documents.title}, N={number}, window {job.window:,}, {s_max}"
-    cost = job.title
+    title = f"{job.title(run)}, {documents.title}, S_max up to {max_tokens / job.window:g} windows"
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_trade_off
 
-        plot_trade_off(tuning, f"{title}\n{cost}", args.plot)
-    fits = job.original_fits(run)
+        plot_trade_off(tuning, title, args.plot)
     if args.json:
-        head = {"layout": job.sizes, "original_fits": fits}
-        print(json.dumps(head | as_dict(tuning), indent=1))
+        told = {"frame": base.as_dict(), "layout": job.layout(run)}
+        print(json.dumps(told | as_dict(tuning, base), indent=1))
         return 0
     out = console()
-    out.print(
-        _curve(
-            tuning,
-            f"{title}, {cost}: the best of {len(tuning.tried)} settings of "
-            f"{', '.join(args.packing)}, modelled",
-        )
-    )
-    held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost}"
-    out.print(_judged(tuning, f"{held_out}; mean delay up to {steps_of(args.max_delay)}"))
-    say(out, _advice(tuning, fits=fits is not False))
+    own = dataclasses.replace(base, original=tuning.tried_original, stock=None)
+    front = frontier(tuning.tried)
+    every = -(-len(front) // MOST_ROWS)
+    shown = [one for at, one in enumerate(front) if at % every == 0 or one is front[-1]]
+    caption = f"one in {every} of {len(front)}; --json and --plot have all" if every > 1 else ""
+    head = f"{title}: the best of {len(tuning.tried)} settings of {', '.join(args.packing)}"
+    out.print(table_of_outcomes(head, COLUMNS, [(one, own) for one in shown], caption))
+    caption = f"simulated: {steps.num} steps of each, seed {steps.seeds[0]}; mean delay up to "
+    caption += f"{steps_of(args.max_delay)} (--max-delay); recommended stands last"
+    judged = [one for one in tuning.judged if one is not tuning.chosen]
+    pairs = [(one, base) for one in [*judged, tuning.chosen]]
+    out.print(table_of_outcomes("The best beside what is there", COLUMNS, pairs, caption))
+    say(out, base.said)
+    say(out, _advice(tuning, base))
     out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0
 
 
-def as_dict(tuning: Tuning) -> dict[str, object]:
+def as_dict(tuning: Tuning, base: Baseline) -> dict[str, object]:
     """JSON-able: what is recommended, what it was judged against, the curve, all that was tried."""
-    original = tuning.original
+    own = dataclasses.replace(base, original=tuning.tried_original, stock=None)
+
+    def rows(outcomes: Iterable[Outcome], over: Baseline) -> list[dict[str, object]]:
+        return [row(outcome, over) for outcome in outcomes]
+
     return {
         "max_delay": tuning.max_delay,
-        "recommended": tuning.chosen.row(original),
+        "recommended": row(tuning.chosen, base),
         "flags": list(tuning.chosen.flags),
-        "judged": [e.row(original) for e in tuning.judged],
+        "judged": rows(tuning.judged, base),
         "is_default": tuning.keeps_default,
-        "defaults": [e.row(original) for e in tuning.defaults],
-        "baselines": [e.row(original) for e in tuning.baselines],
-        "frontier": [e.row(tuning.tried_original) for e in frontier(tuning.tried)],
-        "tried": [e.row(tuning.tried_original) for e in tuning.tried],
+        "defaults": rows(tuning.defaults, base),
+        "baselines": rows(tuning.baselines, base),
+        "frontier": rows(frontier(tuning.tried), own),
+        "tried": rows(tuning.tried, own),
     }
-
-
-def _curve(tuning: Tuning, title: str) -> Table:
-    front = frontier(tuning.tried)
-    every = -(-len(front) // MOST_ROWS)
-    shown = [e for number, e in enumerate(front) if number % every == 0 or e is front[-1]]
-    table = _empty_table(title)
-    for evaluation in shown:
-        style = "" if evaluation.delay <= tuning.max_delay else "dim"
-        table.add_row(*_cells(evaluation, tuning.tried_original), style=style)
-    if every > 1:
-        table.caption = f"one in {every} of {len(front)}; --json and --plot have all"
-    return table
-
-
-def _judged(tuning: Tuning, title: str) -> Table:
-    table = _empty_table(title)
-    for evaluation in tuning.judged:
-        if evaluation.setting != tuning.chosen.setting:
-            role = "default" if evaluation in tuning.defaults else ""
-            role = "tuned" if evaluation is tuning.tuned else role
-            style = "" if evaluation.delay <= tuning.max_delay else "dim"
-            table.add_row(*_cells(evaluation, tuning.original, role), style=style)
-    table.add_row(*_cells(tuning.chosen, tuning.original, "recommended"), style="bold green")
-    return table
-
-
-def _empty_table(title: str) -> Table:
-    headers = "setting", "S_max", "work/s", "imbalance tw", "p95", "delay", "p99", "max"
-    table = table_of(title, headers, ["setting"])
-    table.columns[0].no_wrap = True
-    return table
-
-
-def _cells(evaluation: Evaluation, original: Evaluation, role: str = "") -> Sequence[str]:
-    setting, metrics = evaluation.setting, evaluation.metrics
-    has_s_max = setting.name in TUNABLE
-    return (
-        f"{role}: {setting.title}" if role else setting.title,
-        f"{setting.max_tokens:,}" if has_s_max else "",
-        f"{evaluation.efficiency / original.efficiency:.3f}×",
-        f"{evaluation.imbalance:.3f}",
-        f"{metrics.imbalance_p95:.3f}",
-        f"{evaluation.delay:.3f}",
-        str(metrics.delay_p99_steps),
-        str(metrics.delay_max_steps),
-    )
 
 
 @contextlib.contextmanager
@@ -207,14 +163,14 @@ def _no_warnings_of_backlogs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _advice(tuning: Tuning, *, fits: bool) -> str:
-    chosen, original = tuning.chosen, tuning.original
+def _advice(tuning: Tuning, base: Baseline) -> str:
+    chosen = tuning.chosen
     limit = f"a mean delay of {steps_of(tuning.max_delay)} (--max-delay)"
-    if chosen is original:
+    if chosen is base.original:
         return f"Nothing that was tried within {limit} is faster than original here; keep it:"
     kept = "The defaults cannot be bettered here; a" if tuning.keeps_default else "A"
     return (
         f"{kept}dd this to the training command; within {limit} it does "
-        f"{gain(chosen.option, original.option, fits=fits)}; it delays a token by "
-        f"{chosen.delay:.3f} steps:"
+        f"{gain(chosen, base.original, base.name)}; it delays a token by "
+        f"{chosen.delay_steps:.3f} steps:"
     )

@@ -104,7 +104,7 @@ class AnalyticAttention:
 
     The tile is FlashAttention's (§5.2). Each tile of queries costs ``row_overhead`` tiles of keys
     more, for loading it, writing its output and filling the pipeline: assumed, but flash-attn 3
-    on an H100 fits it within 5 % in windows of 16,384 tokens and more (docs/gpu.md).
+    on an H100 fits it within 5 % in windows of 16,384 tokens and more (docs/results/gpu.md).
     """
 
     num_heads: int

@@ -77,7 +77,7 @@ def read_costs(
         found[sizes] = cost
     if not found:
         raise ConfigError(
-            f"{flag} {folder} is no folder with tables ({', '.join(COST_SUFFIXES)}); give one, "
+            f"{flag} {folder} is not a folder with tables ({', '.join(COST_SUFFIXES)}); give one, "
             "with a file of each TP and CP"
         )
     return found

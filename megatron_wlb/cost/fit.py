@@ -57,7 +57,7 @@ def fit_document_cost(
         times = (sample.forward_us, sample.backward_us)
         if sample.length < 1 or not all(math.isfinite(us) and us > 0 for us in times):
             raise ConfigError(
-                f"cost profile: {sample} is no measurement; lengths and times must be positive"
+                f"cost profile: {sample} is not a measurement; lengths and times must be positive"
             )
     num_lengths = len({sample.length for sample in samples})
     if num_lengths < 3:

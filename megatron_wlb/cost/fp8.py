@@ -15,7 +15,7 @@ from megatron_wlb.cost.layers import Precision
 Recipe: TypeAlias = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "custom"]
 
 
-class Rows(NamedTuple):
+class RowMultiples(NamedTuple):
     """What the tokens of a rank must be a multiple of where they enter a product."""
 
     whole: int
@@ -24,12 +24,12 @@ class Rows(NamedTuple):
     gathered."""
 
 
-ROWS: Mapping[str, Rows] = {
-    "delayed": Rows(16, 16),
-    "tensorwise": Rows(16, 16),
-    "blockwise": Rows(16, 128),
-    "mxfp8": Rows(32, 32),
-    "custom": Rows(128, 128),
+ROWS: Mapping[str, RowMultiples] = {
+    "delayed": RowMultiples(16, 16),
+    "tensorwise": RowMultiples(16, 16),
+    "blockwise": RowMultiples(16, 128),
+    "mxfp8": RowMultiples(32, 32),
+    "custom": RowMultiples(128, 128),
 }
 """By ``--fp8-recipe``. In the gradient of weights tokens are what is summed over, and cuBLAS takes
 whole 16 bytes of a row (``CanonicalizeGemmInput`` in ``common/gemm/cublaslt_gemm.cu``). Blocks that

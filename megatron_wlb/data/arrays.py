@@ -31,7 +31,7 @@ def open_array(path: Path) -> npt.NDArray[Any]:
     except OSError:
         raise
     except Exception as error:  # numpy raises anything for a damaged header, or one of 10¹² entries
-        raise ValueError(f"is no intact .npy array ({one_line(error)})") from None
+        raise ValueError(f"is not an intact .npy array ({one_line(error)})") from None
     if not isinstance(array, np.ndarray):
         array.close()
         raise ValueError("holds several arrays")

@@ -9,8 +9,8 @@ from functools import cached_property
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import LossMean
-from megatron_wlb.data.mock import LENGTHS, MockCorpus
 from megatron_wlb.errors import ConfigError, CorpusError
+from megatron_wlb.extensions import load
 from megatron_wlb.settings.config import Config
 
 SPLITS = ("train", "valid", "test")
@@ -59,9 +59,9 @@ class Corpora:
 
     @classmethod
     def mock(cls, config: Config, vocab_size: int, eod: int | None = None) -> Corpora:
-        """Makes up one corpus and divides it by ``--split``; see :class:`MockCorpus`."""
-        corpus = MockCorpus.of(
-            config.wlb.wlb_mock_lengths or LENGTHS,
+        """Makes up one corpus and divides it by ``--split``; see :class:`.MockCorpus`."""
+        corpus: Corpus = load("mock data").of(
+            config.wlb.wlb_mock_lengths,
             window=config.data.seq_length,
             seed=config.training.seed,
             vocab_size=vocab_size,

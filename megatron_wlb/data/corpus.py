@@ -1,4 +1,4 @@
-"""Corpora in Megatron's ``.bin/.idx`` format: made from files, and read.
+"""Corpora in Megatron's ``.bin/.idx`` format, read; :mod:`.build_corpus` makes them.
 
 The format is Megatron's, so Megatron writes and reads it: this is the one module outside
 ``runtime/`` that imports megatron, and only once tokens are written or read (the import takes
@@ -14,11 +14,8 @@ import json
 import math
 import os
 import re
-import tempfile
 import warnings
 import zlib
-from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -29,15 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.data.index import read_lengths
-from megatron_wlb.data.sources import Progress, SourceCounts, Sources, find_files
-from megatron_wlb.data.targets import SUFFIX, Targets
-from megatron_wlb.data.tokenizer import (
-    Encoder,
-    bytes_encoder,
-    file_encoder,
-    tokenizer_settings,
-    train_bpe,
-)
+from megatron_wlb.data.targets import Targets
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.reading import (
     MAX_COUNT,
@@ -104,134 +93,6 @@ class CorpusInfo:
             return info
         except (ConfigError, KeyError) as error:
             raise CorpusError(f"{path} is damaged ({error}); build the corpus anew") from error
-
-
-def build_corpus(
-    paths: Sequence[str | Path],
-    prefix: str | Path,
-    *,
-    tokenizer: str = "bytes",
-    vocab_size: int | None = None,
-    json_key: str = "text",
-    python_definitions: bool = False,
-    exclude: Collection[str] = (),
-    force: bool = False,
-    reuse: bool = False,
-    progress: Progress = lambda what, done, total: None,
-) -> CorpusInfo:
-    """Writes the documents of ``paths`` as ``PREFIX.bin``, ``.idx`` and ``.json``: all or none.
-
-    See :class:`~megatron_wlb.data.sources.Sources` for what a document is. ``tokenizer`` is
-    ``bytes`` (256 ids), ``bpe`` (byte-level, trained on this text, of ``vocab_size`` ids) or the
-    path of a ``tokenizer.json``. One EOD token is appended to each document.
-
-    ``reuse`` keeps a corpus that was built from the same content with the same settings; ``force``
-    replaces whatever is there, and removes its masks. Raises CorpusError for sources that are
-    missing, unreadable or hold no text, and for a ``prefix`` that exists or cannot be written.
-    """
-    prefix = str(prefix)
-    if prefix.endswith(("/", os.sep)) or not Path(prefix).name:
-        raise CorpusError(f"prefix {prefix!r} is a folder; add a name for the files in it")
-    suffixes = [".bin", ".json", ".idx"]
-    if tokenizer == "bpe":
-        suffixes.insert(0, ".tokenizer.json")
-    outputs = [Path(prefix + suffix) for suffix in suffixes]
-    masks = Path(prefix + SUFFIX)
-    existing = [str(path) for path in (*outputs, masks) if os.path.lexists(path)]
-    if existing and not (force or reuse):
-        raise CorpusError(f"{existing[0]} exists; choose another prefix, or replace it (--force)")
-
-    settings = tokenizer_settings(tokenizer, vocab_size)
-    files = find_files(paths, exclude, skip={path.resolve() for path in (*outputs, masks)})
-    sources = Sources(files, json_key, python_definitions)
-    fingerprint = sources.fingerprint(settings)
-    if reuse:
-        with suppress(CorpusError):  # Missing or broken: as if it were another one.
-            Corpus.open(prefix)
-            info = CorpusInfo.load(prefix)
-            if info and info.fingerprint == fingerprint and all(path.exists() for path in outputs):
-                return info
-    if existing and not force:
-        raise CorpusError(
-            f"{existing[0]} exists, broken or built from other content or settings; "
-            "choose another prefix, or replace it (--force)"
-        )
-
-    parent = Path(prefix).absolute().parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=f".{Path(prefix).name}.") as folder:
-            draft = f"{folder}/draft"
-            encoder = _make_encoder(tokenizer, settings, sources, draft, progress)
-            counts, num_documents, num_tokens = _write(sources, encoder, draft, progress)
-            met = {name: n for name, n in asdict(counts).items() if name != "bytes_read"}
-            info = CorpusInfo(
-                prefix=prefix,
-                tokenizer=tokenizer,
-                vocab_size=encoder.vocab_size,
-                eod=encoder.eod,
-                num_documents=num_documents,
-                num_tokens=num_tokens,
-                fingerprint=fingerprint,
-                **met,
-            )
-            info.save(Path(f"{draft}.json"))
-            # A corpus is whole while its .idx is there: the old one goes first, the new comes last.
-            outputs[-1].unlink(missing_ok=True)
-            masks.unlink(missing_ok=True)  # they are of the old text
-            for suffix, path in zip(suffixes, outputs, strict=True):
-                os.replace(draft + suffix, path)
-    except OSError as error:
-        raise CorpusError(
-            f"cannot write {prefix}.bin: {error.strerror or error}; "
-            "choose another folder, or make room"
-        ) from error
-    return info
-
-
-def _make_encoder(
-    tokenizer: str,
-    settings: dict[str, str | int],
-    sources: Sources,
-    draft: str,
-    progress: Progress,
-) -> Encoder:
-    if tokenizer == "bytes":
-        return bytes_encoder()
-    if tokenizer == "bpe":
-        batches = sources.batches(SourceCounts(), "training BPE", progress)
-        content = train_bpe(batches, int(settings["vocab_size"]))
-        Path(f"{draft}.tokenizer.json").write_text(content, encoding="utf-8")
-    else:
-        content = str(settings["content"])
-    return file_encoder(content, tokenizer)
-
-
-def _write(
-    sources: Sources, encoder: Encoder, draft: str, progress: Progress
-) -> tuple[SourceCounts, int, int]:
-    """Write the draft's ``.bin`` and ``.idx``; what was met, documents and tokens."""
-    counts, num_documents, num_tokens = SourceCounts(), 0, 0
-    indexed_dataset = megatron_indexed_dataset()
-    dtype = indexed_dataset.DType.optimal_dtype(encoder.vocab_size)
-    builder = indexed_dataset.IndexedDatasetBuilder(f"{draft}.bin", dtype=dtype)
-    try:
-        for batch in sources.batches(counts, "writing tokens", progress):
-            for ids in encoder.encode(batch):
-                tokens = np.append(ids.astype(dtype), dtype(encoder.eod))
-                builder.add_document(tokens, [len(tokens)])
-                num_documents += 1
-                num_tokens += len(tokens)
-        builder.finalize(f"{draft}.idx")
-    finally:
-        builder.data_file.close()
-    if num_documents == 0:
-        raise CorpusError(
-            f"no documents in {counts.num_files} files: {counts.num_binary_files} binary, "
-            f"{counts.num_unparsable_files} unparsable, {counts.num_empty} times no text or no "
-            "definition; name files with text"
-        )
-    return counts, num_documents, num_tokens
 
 
 @dataclass(frozen=True, eq=False)

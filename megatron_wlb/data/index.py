@@ -35,7 +35,7 @@ def read_lengths(prefix: str) -> npt.NDArray[np.int64]:
                 bad(f"is truncated: {num_bytes} bytes, less than its header's {_HEADER.size}")
             _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
             if version != 1 or code not in _TOKEN_BYTES:
-                bad(f"has version {version} and type code {code}, which is no index of tokens")
+                bad(f"has version {version} and type code {code}, which is not an index of tokens")
             # int32 lengths, int64 pointers and document bounds; int8 modes if multimodal
             expected = _HEADER.size + 12 * num_sequences + 8 * num_bounds
             if num_bytes < expected:

@@ -24,6 +24,7 @@ from megatron_wlb.data.lengths import DISTRIBUTIONS, Lengths, distribution, samp
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.files import open_file
+from megatron_wlb.plan import Document
 from megatron_wlb.reading import one_line
 
 MAX_LENGTH = 2**31 - 1
@@ -258,3 +259,28 @@ def _refuse(path: Path, reason: str) -> NoReturn:
     raise CorpusError(
         f"{path} {reason}; give whole numbers, one length a line, or an .npy array of one dimension"
     )
+
+
+def sample_steps(
+    source: LengthSource,
+    num: int,
+    *,
+    window: int,
+    windows_a_step: int,
+    seed: int,
+    long_documents: LongDocuments = "split",
+) -> list[list[Document]]:
+    """The documents of so many steps, of which each has some."""
+    stream = source.stream(
+        num,
+        window=window,
+        longest=window,
+        windows_a_step=windows_a_step,
+        seed=seed,
+        long_documents=long_documents,
+    )
+    found: list[list[Document]] = []
+    while len(found) < num and not stream.exhausted:
+        if documents := stream.next_step():
+            found.append(documents)
+    return found

@@ -25,7 +25,7 @@ _MOST_TO_COUNT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LengthPart:
     """Some of the documents, by their lengths."""
 
     documents: int
@@ -82,11 +82,11 @@ class LengthStatistics:
         below, above = self.lengths[np.searchsorted(last, [np.floor(place), np.ceil(place)])]
         return float(below + (above - below) * (place - np.floor(place)))
 
-    def part(self, start: float = 0, stop: float = np.inf) -> Part:
+    def part(self, start: float = 0, stop: float = np.inf) -> LengthPart:
         chosen = (self.lengths >= start) & (self.lengths < stop)
         lengths, counts = self.lengths[chosen], self.counts[chosen]
         documents, tokens = int(counts.sum()), int((lengths * counts).sum())
-        return Part(
+        return LengthPart(
             documents,
             documents / self.documents,
             tokens,
@@ -98,7 +98,7 @@ class LengthStatistics:
     def _work(self) -> npt.NDArray[np.float64]:
         return attention_work(self.lengths, self.window) * self.counts
 
-    def histogram(self) -> list[tuple[int, int, Part]]:
+    def histogram(self) -> list[tuple[int, int, LengthPart]]:
         """Documents of ``start`` to below ``stop`` tokens, by powers of two."""
         first, last = int(self.lengths[0]).bit_length() - 1, self.longest.bit_length() - 1
         edges = [2**exponent for exponent in range(first, last + 2)]
@@ -125,7 +125,7 @@ class LengthStatistics:
             ],
         }
 
-    def at_least(self, window: int) -> Iterable[tuple[float, Part]]:
+    def at_least(self, window: int) -> Iterable[tuple[float, LengthPart]]:
         return [(fraction, self.part(fraction * window)) for fraction in WINDOW_FRACTIONS]
 
 

@@ -35,7 +35,13 @@ class MockCorpus(Corpus):
 
     @classmethod
     def of(
-        cls, lengths: str, *, window: int, seed: int, vocab_size: int, eod: int | None = None
+        cls,
+        lengths: str | None,
+        *,
+        window: int,
+        seed: int,
+        vocab_size: int,
+        eod: int | None = None,
     ) -> MockCorpus:
         """Takes lengths of a distribution, cut at windows, or those of a file.
 
@@ -48,7 +54,7 @@ class MockCorpus(Corpus):
                 f"--mock-data has a vocabulary of {vocab_size}; give the tokenizer's, which has a "
                 "token besides the end of documents"
             )
-        source = LengthSource.named(lengths)
+        source = cls.source(lengths)
         num_windows = max(1, min(MOST_WINDOWS, MOST_TOKENS // window))
         return cls(
             f"mock data ({source.title})",
@@ -57,6 +63,11 @@ class MockCorpus(Corpus):
             vocab_size - 1 if eod is None else eod,
             seed,
         )
+
+    @staticmethod
+    def source(lengths: str | None) -> LengthSource:
+        """Where lengths come from. Raises the errors of :meth:`of` for lengths that are none."""
+        return LengthSource.named(lengths or LENGTHS)
 
     def sample(self) -> str:
         """Nothing: lengths and seed say all, and are compared."""

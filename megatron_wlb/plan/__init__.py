@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megatron_wlb.cost.slices import NOTHING, Recomputed
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan.replicas import Strategy
 from megatron_wlb.plan.sharding.shard import Sharding
 from megatron_wlb.plan.target_runs import Runs, checked, weight_of
 from megatron_wlb.reading import MAX_COUNT, MAX_SIZE, shown
@@ -218,6 +217,20 @@ class Units(NamedTuple):
     """See :attr:`StepPlan.window_bytes`; 0: none of them may wait in the host's memory."""
 
 
+class Layouts(Protocol):
+    """The layouts of a step's replicas where they are unlike: a strategy. As text it says all."""
+
+    @property
+    def replicas(self) -> Sequence[Any]:
+        """One for each list of micro-batches."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """All that ranks must agree on."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer step, over all data-parallel ranks. Every rank computes the same one."""
@@ -237,7 +250,7 @@ class StepPlan:
     that meet in each pass have the same. Their backward passes run last to first: the order is
     :func:`megatron_wlb.cost.schedule.order.sliced`. Empty, also for one replica of a strategy:
     Megatron's own schedule."""
-    strategy: Strategy | None = None
+    strategy: Layouts | None = None
     """The layout of each replica in this step. None: all have the run's own, which is equal."""
     window_bytes: float = 0.0
     """The part of a device's memory for what is on its way to the host. There is as much for what

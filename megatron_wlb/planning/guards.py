@@ -12,6 +12,7 @@ from itertools import islice
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.from_config import without_growth
 from megatron_wlb.planning.packing import kind_of, reads, unread
+from megatron_wlb.planning.refusal import lines
 from megatron_wlb.planning.rules import ALONE, BATCHES, GENERAL, LAYOUT, RULES, Facts
 from megatron_wlb.planning.slicing.units import check_units, slice_multiple
 from megatron_wlb.settings.config import Config, WlbConfig, flag_of, table
@@ -85,21 +86,20 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
         yield from _check_ranges(config)
         return
     facts = Facts(config, world_size)
-    layout = [*filter(None, (rule.refusal(facts) for rule in LAYOUT))]
+    layout = [*lines(LAYOUT, facts)]
     rules = [*GENERAL]
     for name, others in RULES.items():
-        if getattr(facts, name) not in (None, False):
+        if facts.value(name) not in (None, False):
             rules += others
     yield from layout
-    yield from filter(None, (rule.refusal(facts) for rule in rules))
+    yield from lines(rules, facts)
     if not layout:
         yield from _check_batches(facts)
 
 
 def check_alone(config: Config) -> None:
     """Raises :class:`ConfigError` for what only the launcher honours, a line each."""
-    facts = Facts(config, 1)
-    refuse_all(filter(None, (rule.refusal(facts) for rule in ALONE)))
+    refuse_all(lines(ALONE, Facts(config, 1)))
 
 
 def check_algorithms(environment: Mapping[str, str]) -> None:
@@ -160,5 +160,4 @@ def check_evaluation(config: Config, world_size: int) -> None:
 
 def _check_batches(facts: Facts) -> list[str]:
     """The first of the rules of batches that applies."""
-    refused = filter(None, (rule.refusal(facts) for rule in BATCHES))
-    return [*islice(refused, 1)]
+    return [*islice(lines(BATCHES, facts), 1)]

@@ -41,13 +41,10 @@ from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Scheme
+from megatron_wlb.extensions import load
 from megatron_wlb.plan.sharding.layout import length_multiple
 from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.plan.sharding.shard import Kind, Sharding
-from megatron_wlb.planning.balance.numbers import NumberChooser, max_tokens_by_number
-from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts
-from megatron_wlb.planning.balance.shaping import Shaper
 from megatron_wlb.planning.packing import Packer, PackingSettings
 from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank
 from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
@@ -257,38 +254,30 @@ class Workload(_Batch):
         self, packing: PackingSettings, costs: StepCosts | None, packer: Packer
     ) -> Shaping | None:
         """Makes what deals packed steps anew, if there is a pipeline that gains by it."""
-        p, shaper = self.layout, None
+        p = self.layout
         if p is None or p.pp_size == 1:
             return None
         costs = costs or StepCosts(StageCosts.by_layers(self.cost, p))
         each, max_tokens = each_rank(self.num_micro_batches, p.dp_size), packer.limits.max_tokens
+        made: Shaping | None = None
         if packing.shaped:
-            shaper = Shaper(
+            made = load("shape")(
                 costs, p, num_micro_batches=each, max_tokens=max_tokens, window=self.window
             )
-        if packing.micro_batches == "fixed":
-            return shaper
-        least_tokens = min(LEAST_TOKENS * p.tp_size * p.cp_size, self.micro_batch_tokens)
-        return NumberChooser(
-            ReplicaCosts(
-                Scheme(p.tp_size, p.cp_size, p.pp_size, p.vpp_size),
-                max_tokens,
+        if packing.micro_batches == "auto":
+            made = load("micro-batches")(
                 costs,
-                least_tokens,
-                group_size=p.group_size,
-            ),
-            p.dp_size,
-            max_tokens=max_tokens_by_number(
                 p,
-                self.memory if self.memory and self.memory.given else None,
-                each,
-                max_tokens,
-                self.length_multiple,
-            ),
-            in_stream_order=packer.in_stream_order,
-            then=shaper,
-            experts=self.experts,
-        )
+                num_micro_batches=each,
+                max_tokens=max_tokens,
+                mean_tokens=self.micro_batch_tokens,
+                length_multiple=self.length_multiple,
+                memory=self.memory if self.memory and self.memory.given else None,
+                in_stream_order=packer.in_stream_order,
+                then=made,
+                experts=self.experts,
+            )
+        return made
 
     def _slicer(self, packing: PackingSettings, costs: StepCosts | None, made: Packer) -> Slicer:
         """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""

@@ -201,9 +201,20 @@ def parse_known(
         ConfigError: a bad value, or a flag that neither Megatron nor this project has.
     """
     parser = build_parser()
+    argv, own = _without_megatrons_choices(argv)
     values, others = parser.parse_known_args(argv)
+    others += own
     refuse_all(unknown_flags(others, _flags_of(parser) | megatron_flags()))
     return from_flat({**(defaults or {}), **vars(values)}), others
+
+
+def _without_megatrons_choices(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words without a decay that Megatron's loop alone has, and the words that ask for it."""
+    flag = flag_of("lr_decay_style")
+    said, others = taken_out(flag, argv)
+    if said is None or said not in ("WSD", "inverse-square-root"):
+        return list(argv), []
+    return others, [flag, said]
 
 
 def yaml_arguments(path: str) -> list[str]:

@@ -42,14 +42,14 @@ class WlbConfig:
     wlb_packing: str = searched("auto", "which documents run together", choices=ASKED)
     wlb_max_tokens: int | None = searched(
         None,
-        "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given, or with "
-        "--wlb-packing auto what fits --wlb-hardware",
+        "S_max: most tokens of a micro-batch, as memory allows; if not given 2 windows, or what "
+        "fits --wlb-hardware",
         most=MOST_TOKENS,
     )
     wlb_memory_gib: float | None = searched(
         None,
         "memory of a device for tensors, in GiB: S_max is what fits, and a larger "
-        "--wlb-max-tokens an error",
+        "--wlb-max-tokens is an error",
         within=(1e-9, 1e9),
     )
     wlb_max_step_tokens: int | None = searched(
@@ -65,24 +65,24 @@ class WlbConfig:
     )
     wlb_expert_imbalance: float = setting(
         1.0,
-        "with --num-experts: memory is planned for a rank whose experts get so many times the "
+        "with --num-experts: memory is planned for a rank whose experts get this many times the "
         "tokens of the mean rank; 1 is even routing",
         within=(1, 1e9),
     )
     wlb_hold_tau: float = factor(
         1.0,
-        "`hold`: imbalance of a step below which nothing is gained; at least 1",
+        "`hold`: below this imbalance of a step more balance counts as no gain; at least 1",
         searched=True,
     )
     wlb_delay_price: float | None = real(
         None,
-        "`hold`: imbalance that delaying a whole step's tokens by one step may save; 0.15 if not "
-        "given, 0.45 with --wlb-look-ahead",
+        "`hold`: price of delay: delaying a whole step's tokens by one step must lower imbalance "
+        "by at least this; 0.15 if not given, 0.45 with --wlb-look-ahead",
         searched=True,
     )
     wlb_look_ahead: int = searched(
         0,
-        "`hold`: steps from which documents may run early; that counts as delay too",
+        "`hold`: how many steps early documents may run; that counts as delay too",
         least=0,
         most=MOST_STEPS_AHEAD,
     )
@@ -93,8 +93,8 @@ class WlbConfig:
     )
     wlb_micro_batches: Literal["fixed", "auto"] = searched(
         "fixed",
-        "`original`, `hold`, `wlb` with a pipeline: how many micro-batches a step has. fixed: by "
-        "the batch size. auto: as many as make the simulated step of its documents shortest",
+        "`original`, `hold`, `wlb` with a pipeline: the number of micro-batches of a step. fixed: "
+        "from the batch size. auto: the one with the shortest simulated step of its documents",
     )
     wlb_fixed_batches: int = searched(
         1,
@@ -109,8 +109,8 @@ class WlbConfig:
     )
     wlb_solver_limit: float = searched(
         10.0,
-        "`fixed-solver`: search a step or group of steps, in deterministic time: about so many "
-        "seconds, but the same plan on every rank",
+        "`fixed-solver`: time of a search, about this many seconds; it is deterministic, so that "
+        "every rank finds the same plan",
         within=(0.001, math.inf),
     )
     wlb_units: int | None = micro_batches(
@@ -121,49 +121,49 @@ class WlbConfig:
     )
     wlb_slice_multiple: int | None = searched(
         None,
-        "`slim`: documents are cut at multiples of so many tokens; 128 if not given, or a 64th of "
-        "the window where that is less",
+        "`slim`: documents are cut at multiples of this many tokens; if not given 128, or a 64th "
+        "of the window if that is less",
         least=1,
         most=MOST_TOKENS,
     )
     wlb_dp_merge: Literal["auto", "off"] = setting(
         "auto",
         "`slim`: a document that outweighs a data-parallel rank's mean runs on several of them "
-        "together, as context-parallel ranks, where that is faster in simulation",
+        "together, as context-parallel ranks, if that is faster in simulation",
     )
     wlb_recompute: Literal["auto", "off"] = searched(
         "auto",
-        "`slim`: micro-batches for which a device has no room keep little, and run their MLPs or "
-        "layers forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
+        "`slim`: if a device (--wlb-memory-gib, or --wlb-hardware) has no room for a micro-batch, "
+        "its MLPs or layers run forward once more in backward",
     )
     wlb_host_gib: float = searched(
         0.0,
-        "GiB of the host's memory for each device, where micro-batches of slices (`slim`) may wait "
-        "for which it has no room, instead of being recomputed, if that is faster in simulation",
+        "`slim`: GiB of the host's memory for each device. Micro-batches without room on the "
+        "device wait there instead of being recomputed, if that is faster in simulation",
         within=(0, 1e9),
     )
     wlb_slice_cache: Literal["auto", "whole", "divided"] = searched(
         "auto",
         "`slim`: context-parallel ranks each have all keys and values of a document in slices, or "
-        "divide them and gather them for each slice; auto: what is faster in simulation, of what "
-        "fits memory",
+        "divide them and gather them for each slice; auto: the faster in simulation that fits "
+        "memory",
     )
     wlb_max_age: int = searched(
-        12, "steps after which a delayed document runs whatever it costs", least=0, most=MAX_SIZE
+        12, "steps after which a delayed document runs at any cost", least=0, most=MAX_SIZE
     )
     wlb_long_documents: Literal["split", "slice", "truncate", "error"] = searched(
         "split",
-        "what becomes of documents longer than the window; slice: `slim` trains them whole",
+        "what to do with documents longer than the window; slice: `slim` trains them whole",
     )
     wlb_loss_mean: Literal["token", "sample"] = setting(
         "token",
-        "what a step's loss is the mean over: token, all targets; sample, documents, of each of "
-        "which it is the mean over its targets",
+        "the mean that is a step's loss. token: over all targets. sample: over documents, with the "
+        "mean over targets of each",
     )
     wlb_loss: str | None = setting(
         None,
         "a Python file whose function `loss(log_probs, targets)` replaces cross-entropy "
-        "(docs/losses.md)",
+        "(docs/fine-tuning.md)",
     )
     wlb_mock_lengths: str | None = setting(
         None,
@@ -174,9 +174,9 @@ class WlbConfig:
     wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = searched(
         "adaptive",
         "with CP: how a micro-batch is divided. per-sequence: 2·CP pieces of the whole. "
-        "per-document: 2·CP pieces of each document. adaptive: of these two the one whose slowest "
-        "rank has the faster attention, as predicted. hybrid: also per-document for long documents "
-        "only, from a length on that is chosen likewise",
+        "per-document: 2·CP pieces of each document. adaptive: the one of these two with the "
+        "faster attention on the slowest rank, by prediction. hybrid: also per-document for long "
+        "documents only, from a length that is chosen likewise",
     )
     wlb_strategies: str | None = searched(
         None,
@@ -187,7 +187,7 @@ class WlbConfig:
     wlb_cost: str = setting(
         "analytic",
         "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "
-        "coefficients or measured tables; with --wlb-strategies a folder of tables, one of each "
+        "coefficients or measured tables; with --wlb-strategies a folder of tables, one for each "
         "TP and CP",
         resume="free",
     )
@@ -211,8 +211,8 @@ class WlbConfig:
     wlb_cp_overlap_groups: int | None = count(
         None,
         "with CP or --wlb-dp-merge: groups of key/value heads; one is gathered while the one "
-        "before is attended to. A divisor of a TP rank's key/value heads; on GPUs 2 where that "
-        "divides, else 1",
+        "before is attended to. A divisor of a TP rank's key/value heads; on GPUs 2 if that "
+        "divides them, else 1",
         resume="free",
     )
     wlb_cp_keep_gathered: bool = setting(
@@ -228,37 +228,37 @@ class WlbConfig:
     )
     wlb_device: Literal["auto", "cuda", "cpu"] = setting(
         "auto",
-        "cpu runs Megatron under the CPU emulation; auto never does where a GPU is",
+        "cpu runs Megatron under the CPU emulation; auto never does so with a GPU",
         resume="free",
     )
     wlb_verify_plan_interval: int = setting(
         1,
-        "compare the plan's digest over all ranks every so many steps, and what ranks that need "
-        "the same tokens read in the step before; 0 is never",
+        "every this many steps compare the plan's digest over all ranks, and the tokens of the "
+        "step before among ranks that read the same; 0 turns this off",
         least=0,
         resume="free",
     )
     wlb_allow_untested_megatron: bool = setting(
         False,
-        "go on with a megatron-core that is not in the table of versions, with a warning",
+        "run with a megatron-core that is not in the table of versions, with a warning",
         resume="free",
     )
     wlb_hang_seconds: float = real(
         600.0,
-        "end where a micro-batch takes longer, and say whom this rank waits for; 6 times as long "
-        "for a plan, the first step or a checkpoint; 0 is never",
+        "end the run if a micro-batch takes longer, and name the rank that is waited for; 6 times "
+        "as long for a plan, the first step or a checkpoint; 0 turns this off",
         resume="free",
     )
     wlb_no_checksums: bool = setting(
         False,
         "neither save checksums of a checkpoint's files nor compare them before it is loaded: "
-        "spares a second reading of huge ones, but a damaged one may train on unnoticed",
+        "saves a second reading of huge files, but a damaged checkpoint may train on unnoticed",
         resume="free",
     )
     wlb_no_ledger: bool = setting(
         False,
-        "do not write which documents ran at which step to wlb_ledger.txt in the folder of --save, "
-        "which `wlb audit` reads",
+        "write no wlb_ledger.txt in the folder of --save; `wlb audit` reads there which documents "
+        "ran at which step",
         resume="free",
     )
     wlb_verify_shapes: bool = setting(

@@ -34,8 +34,8 @@ class ModelConfig:
     kv_channels: int | None = size(None, "head dimension; hidden ÷ heads if not given")
     transformer_impl: Literal["local", "transformer_engine"] | None = setting(
         None,
-        "layers of torch and Megatron, or of TransformerEngine; attention is ours in both. "
-        "TransformerEngine on a GPU where it can be imported, else local, if not given",
+        "layers of torch and Megatron, or of TransformerEngine; attention is ours in both. If not "
+        "given, TransformerEngine on a GPU if it can be imported, else local",
         script_default="transformer_engine",
     )
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = setting(
@@ -57,36 +57,37 @@ class ModelConfig:
     use_rope_scaling: bool = setting(False, "scale rotary frequencies as Llama 3.x does", script="")
     rope_scaling_factor: float = factor(8.0, "factor of --use-rope-scaling", script="")
     wlb_yarn_rotary_scaling_factor: float = factor(
-        1.0, "with `yarn`: length that is aimed at ÷ --wlb-yarn-original-max-position-embeddings"
+        1.0, "with `yarn`: new length ÷ --wlb-yarn-original-max-position-embeddings"
     )
     wlb_yarn_original_max_position_embeddings: int = count(
-        4096, "with `yarn`: length that the model was trained for before"
+        4096, "with `yarn`: length of the earlier training"
     )
     wlb_yarn_beta_fast: float = real(32.0, "with `yarn`: rotations above which nothing is scaled")
     wlb_yarn_beta_slow: float = real(1.0, "with `yarn`: rotations below which all is scaled")
     wlb_yarn_mscale: float = real(1.0, "with `yarn`: concentration of attention")
     wlb_yarn_mscale_all_dim: float = real(0.0, "with `yarn`: concentration that is divided by")
     multi_latent_attention: bool = setting(
-        False, "multi-latent attention: keys and values of all heads come of one latent of a token"
+        False,
+        "multi-latent attention: keys and values of all heads come from one latent of a token",
     )
     q_lora_rank: int | None = size(
-        None, "with --multi-latent-attention: rank of queries' projection; whole if not given"
+        None, "with --multi-latent-attention: rank of the projection of queries; full if not given"
     )
-    kv_lora_rank: int = size(32, "with --multi-latent-attention: numbers of the latent")
+    kv_lora_rank: int = size(32, "with --multi-latent-attention: size of the latent")
     qk_head_dim: int = size(
-        128, "with --multi-latent-attention: numbers of a query's and key's head without a position"
+        128, "with --multi-latent-attention: size of a head of queries and keys without position"
     )
     qk_pos_emb_head_dim: int = size(
         64,
-        "with --multi-latent-attention: numbers besides, which are rotated; all heads' keys "
-        "share them",
+        "with --multi-latent-attention: size of the rotated part of a head; all heads share "
+        "that of keys",
     )
-    v_head_dim: int = size(128, "with --multi-latent-attention: numbers of a value's head")
+    v_head_dim: int = size(128, "with --multi-latent-attention: size of a head of values")
     rope_type: Literal["rope", "yarn"] | None = setting(
-        None, "with --multi-latent-attention: how these are rotated; yarn if not given"
+        None, "with --multi-latent-attention: how that part is rotated; yarn if not given"
     )
     rotary_scaling_factor: float = factor(
-        1.0, "with yarn there: length that is aimed at ÷ that which it was trained for before"
+        1.0, "with yarn there: new length ÷ length of the earlier training"
     )
     mscale: float = real(1.0, "with yarn there: concentration of attention")
     mscale_all_dim: float = real(0.0, "with yarn there: concentration that is divided by")
@@ -98,8 +99,8 @@ class ModelConfig:
     add_qkv_bias: bool = setting(False, "bias in the QKV projection only")
     window_size: tuple[int, ...] = setting(
         (),
-        "W 0 or W,0: a sliding window; a query sees W keys of its document before its own. All if "
-        "not given",
+        "W 0 or W,0: a sliding window: a query sees W keys of its document before its own. If not "
+        "given, it sees all",
         script="",
         planned=True,
     )
@@ -123,19 +124,20 @@ class ModelConfig:
     )
     mtp_num_layers: int | None = setting(
         None,
-        "layers after the last one, each predicting one token further ahead; none if not given",
+        "layers after the last one; each predicts one token further ahead. No such layer if not "
+        "given",
         least=1,
         most=MOST_LAYERS,
     )
     mtp_loss_scaling_factor: float = real(
-        0.1, "what the mean loss of --mtp-num-layers counts beside the model's own"
+        0.1, "weight of the mean loss of --mtp-num-layers beside the model's own"
     )
     num_experts: int | None = size(
         None, "experts of a layer of experts; all layers are dense if not given"
     )
     moe_layer_freq: str = setting(
         "1",
-        "with --num-experts: N makes every Nth layer one of experts, from the first on; or a list "
+        "with --num-experts: N gives every Nth layer experts, from the first on; or a list "
         "of 1 (experts) and 0 (dense) for the layers, as in [0]*3+[1]*58",
         script="",
     )
@@ -143,14 +145,14 @@ class ModelConfig:
         None, "MLP size of an expert; --ffn-hidden-size if not given"
     )
     moe_shared_expert_intermediate_size: int | None = size(
-        None, "MLP size of the shared expert, which every token passes; none if not given"
+        None, "MLP size of the shared expert, which every token passes; no such expert if not given"
     )
     moe_router_topk: int = size(2, "experts that a token passes")
     moe_router_load_balancing_type: tuple[
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"], ...
     ] = setting(
         ("aux_loss",),
-        "what evens out tokens over experts; several with a coefficient each",
+        "losses that spread tokens evenly over experts, with a coefficient each",
         script="",
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
@@ -162,16 +164,16 @@ class ModelConfig:
     )
     moe_router_pre_softmax: bool = setting(False, "softmax before the top k, not after")
     moe_router_num_groups: int | None = size(
-        None, "groups of experts, of which a token's experts lie in --moe-router-group-topk"
+        None, "groups of experts; those of a token lie in --moe-router-group-topk groups"
     )
     moe_router_group_topk: int | None = size(None, "with --moe-router-num-groups")
     moe_router_topk_scaling_factor: float | None = setting(
         None, "factor of the scores of a token's experts"
     )
     moe_router_enable_expert_bias: bool = setting(
-        False, "a bias of each expert, moved every step, evens out tokens without a loss"
+        False, "a bias of each expert moves every step and spreads tokens evenly without a loss"
     )
-    moe_router_bias_update_rate: float = setting(1e-3, "how far a step moves that bias")
+    moe_router_bias_update_rate: float = setting(1e-3, "how far one step moves that bias")
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
         None, "precision of the router; that of the model if not given"
     )
@@ -206,10 +208,10 @@ class ParallelConfig:
         None, "layers of the last pipeline rank; the others share the rest", layout=True
     )
     account_for_embedding_in_pipeline_split: bool = setting(
-        False, "the embedding counts as a layer where layers are divided over stages", layout=True
+        False, "the embedding counts as a layer when layers are divided over stages", layout=True
     )
     account_for_loss_in_pipeline_split: bool = setting(
-        False, "LM head and loss count as a layer where layers are divided over stages", layout=True
+        False, "LM head and loss count as a layer when layers are divided over stages", layout=True
     )
     pipeline_model_parallel_layout: str | None = setting(
         None,
@@ -250,7 +252,9 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
         None, "nccl on GPUs, gloo on CPUs if not given"
     )
-    distributed_timeout_minutes: int = count(10, "after which a collective gives up", script="")
+    distributed_timeout_minutes: int = count(
+        10, "minutes after which a collective gives up", script=""
+    )
 
     @property
     def split(self) -> PipelineSplit:
@@ -280,8 +284,8 @@ class TrainingConfig:
     )
     global_batch_size: int = micro_batches(
         8,
-        "windows of tokens that arrive a step; by --micro-batch-size it is N, the number of "
-        "micro-batches over DP",
+        "windows of tokens that arrive in a step; divided by --micro-batch-size it is N, the "
+        "number of micro-batches over DP",
         script=SAME,
         resume="same",
         searched=True,
@@ -308,13 +312,13 @@ class TrainingConfig:
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = setting(
         None,
-        "matrix products of layers in FP8; for the launcher, as all that follow of FP8",
+        "matrix products of layers in FP8; for the launcher, like all other flags of FP8",
         script="fp8",
         planned=True,
     )
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "custom"] = setting(
         "delayed",
-        "scaling in FP8; each needs lengths of its own, to which lengths are padded",
+        "scaling in FP8; micro-batches are padded to the lengths that it needs",
         planned=True,
     )
     fp8_param_gather: bool = setting(False, "keep and gather weights in FP8 alone", script=SAME)
@@ -365,7 +369,7 @@ class DataConfig:
     )
     mock_data: bool = setting(
         False,
-        "random tokens instead of corpora, in documents as --wlb-mock-lengths says",
+        "random tokens instead of corpora, in documents of --wlb-mock-lengths",
         script=SAME,
     )
     split: str = setting(

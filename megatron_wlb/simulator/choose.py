@@ -1,7 +1,7 @@
 """Which packing a run takes by ``--wlb-packing auto``: the one whose steps are the fastest.
 
-:func:`~megatron_wlb.simulator.forecast.forecast` simulates steps of each on the run's documents,
-layout and ``--wlb-hardware``. Nothing is measured. All ranks come to the same.
+Steps of each are simulated on the run's documents, layout and ``--wlb-hardware``, as a dry run
+does. Nothing is measured. All ranks come to the same.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.planning.packing import kind_of
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.packings import CHOSEN, PACKINGS
-from megatron_wlb.simulator.forecast import Forecast, forecast
+from megatron_wlb.simulator.baseline import Baseline
+from megatron_wlb.simulator.forecast import Command
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Choice:
     """S_max as memory allows it, where that is less than the packing has by itself."""
     gains: Mapping[str, float]
     """Work a second over `original`'s, simulated, for each that can run."""
+    base: Baseline
+    """What gains are over."""
     net_gain: float
     """The same for the chosen one, over `original` with all that stock Megatron may overlap."""
     refused: Mapping[str, str]
@@ -48,7 +51,7 @@ class Choice:
             told += f"; S_max is {self.max_tokens} tokens, which fit memory"
         for name, reason in self.refused.items():
             told += f"; not {name}: {reason.splitlines()[0]}"
-        return told
+        return f"{told}. {self.base.said}"
 
 
 def choose_packing(
@@ -60,30 +63,37 @@ def choose_packing(
     what fits memory, if that is less than two windows and none is given. Raises
     :class:`ConfigError` where none can run: why `hold` cannot.
     """
-    found: dict[str, Forecast] = {}
+    commands: dict[str, Command] = {}
+    gains: dict[str, float] = {}
     refused: dict[str, ConfigError] = {}
+    base: Baseline | None = None
     for name in CANDIDATES:
         try:
             for line in refusals(name):
                 raise ConfigError(line)
-            known = [*found.values()][:1]
-            found[name] = forecast(with_packing(config, name), num_devices, known, fits=True)
+            command = Command.of(with_packing(config, name), num_devices)
+            base = base or command.baseline()
+            gains[name] = command.outcome(base).speedup(base.original)
+            commands[name] = command
         except ConfigError as error:
             refused[name] = error
     whole_first = sorted(CANDIDATES, key=lambda name: kind_of(name).windows)
-    if not found:
+    if not gains or base is None:
         raise refused[whole_first[0]]
-    gains = {name: one.speedup for name, one in found.items()}
     chosen, *others = (name for name in whole_first if name in gains)
     for name in others:
         if gains[name] > WORTH * gains[chosen]:
             chosen = name
     reasons = {name: str(error) for name, error in refused.items()}
-    taken, wlb = found[chosen], config.wlb
-    by_default = not (wlb.wlb_max_tokens or wlb.wlb_memory_gib or kind_of(chosen).windows)
-    lowered = taken.max_tokens < 2 * config.training.micro_batch_size * config.data.seq_length
-    max_tokens = taken.max_tokens if by_default and lowered else None
-    return Choice(chosen, max_tokens, gains, taken.net_speedup, reasons)
+    net_gain = gains[chosen] * base.net_speedup(base.original)
+    return Choice(chosen, _lowered(commands[chosen]), gains, base, net_gain, reasons)
+
+
+def _lowered(command: Command) -> int | None:
+    """S_max where memory has room for less than the packing has by itself; None otherwise."""
+    wlb, max_tokens = command.config.wlb, command.setting.max_tokens
+    asked = wlb.wlb_max_tokens or wlb.wlb_memory_gib or kind_of(wlb.wlb_packing).windows
+    return max_tokens if not asked and max_tokens < 2 * command.run.micro_batch_tokens else None
 
 
 def with_packing(config: Config, packing: str, max_tokens: int | None = None) -> Config:
@@ -100,17 +110,20 @@ def settled(
     tell: Callable[[str], object] = logger.info,
     saved: Callable[[], Mapping[str, Any]] = dict,
 ) -> Config:
-    """``config`` with the packing that :func:`choose_packing` takes, if it is still to be chosen;
-    strategies have none. A run goes on with that of the settings ``saved`` in its checkpoint, and
-    with their S_max unless another is given.
+    """``config`` with the packing that :func:`choose_packing` takes, if it is still to be chosen,
+    and with an S_max that fits memory, if none is given; strategies have neither. A run goes on
+    with those of the settings ``saved`` in its checkpoint.
 
     Tells which and why, and whether stock Megatron is predicted to be faster.
     """
-    if config.wlb.wlb_packing != CHOSEN or config.wlb.wlb_strategies is not None:
+    wlb = config.wlb
+    if wlb.wlb_strategies is not None:
         return config
+    if wlb.wlb_packing != CHOSEN:
+        return _fitted(config, num_devices, tell, saved)
     before = saved()
     if (packing := before.get("wlb_packing")) in PACKINGS:
-        taken = with_packing(config, packing, config.wlb.wlb_max_tokens or before["wlb_max_tokens"])
+        taken = with_packing(config, packing, wlb.wlb_max_tokens or before["wlb_max_tokens"])
         s_max = taken.wlb.wlb_max_tokens
         of_tokens = "" if s_max is None else f", and an S_max of {s_max} tokens"
         tell(f"--wlb-packing auto goes on with the checkpoint's packing, {packing}{of_tokens}")
@@ -124,3 +137,25 @@ def settled(
             "without --wlb-… flags, or a layout of less TP and EP"
         )
     return with_packing(config, choice.packing, choice.max_tokens)
+
+
+def _fitted(
+    config: Config,
+    num_devices: int,
+    tell: Callable[[str], object],
+    saved: Callable[[], Mapping[str, Any]],
+) -> Config:
+    """``config`` with the S_max of its checkpoint, or one that fits memory, if none is given."""
+    wlb, kind = config.wlb, kind_of(config.wlb.wlb_packing)
+    if wlb.wlb_max_tokens or wlb.wlb_memory_gib or kind.windows or kind.slices:
+        return config
+    if (before := saved()).get("wlb_packing") == wlb.wlb_packing:
+        return with_packing(config, wlb.wlb_packing, before.get("wlb_max_tokens"))
+    try:
+        lowered = _lowered(Command.of(config, num_devices))
+    except WLBError:  # what is wrong, the run says itself
+        return config
+    if lowered is None:
+        return config
+    tell(f"S_max is {lowered} tokens, which fit memory; --wlb-max-tokens gives another")
+    return with_packing(config, wlb.wlb_packing, lowered)

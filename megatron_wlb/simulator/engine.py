@@ -90,6 +90,6 @@ def check_times(name: str, times_us: Floats) -> None:
     wrong = times_us[~(np.isfinite(times_us) & (times_us >= 0))]
     if wrong.size:
         raise PlanError(
-            f"{name}: {wrong.flat[0]} µs is no duration; give times that are finite and not "
+            f"{name}: {wrong.flat[0]} µs is not a duration; give times that are finite and not "
             "negative"
         )

@@ -1,16 +1,16 @@
 """What a training command line will do, before a device is taken: layout, S_max, memory, time.
 
-Everything here is *modelled*: memory by :class:`~megatron_wlb.cost.MemoryModel`, times by
-:class:`~megatron_wlb.cost.AnalyticModel` and the simulator of whole steps, on the documents of the
-run's corpora, or drawn from a named distribution. Context parallelism divides attention perfectly.
+Memory is *modelled*, and steps are those of :func:`~megatron_wlb.simulator.trial.trial`, on the
+documents of the run's corpora, or drawn from a named distribution.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend
@@ -18,194 +18,140 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import CorpusInfo
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
-from megatron_wlb.planning.packing import PackingSettings, kind_of
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Documents, Run
-from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.settings.config import Config
-from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.simulator.baseline import Baseline, baseline, row, s_max
+from megatron_wlb.simulator.trial import Outcome, Steps, trial
 
-WARM_UP_STEPS, NUM_STEPS, SPARE_STEPS = 10, 40, 10
-"""Steps in which delay queues fill, over which times are averaged, and that are never reached."""
 DISTRIBUTION = "reference"
 DEFAULT_VOCAB_SIZE = 32000
 """The vocabulary of settings that name none, where no corpus does either."""
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What one training command line does on one kind of device. Times and bytes are modelled."""
+class Command:
+    """What a training command line runs on one kind of device."""
 
-    parameters: int
-    num_devices: int
-    tp_size: int
-    cp_size: int
-    pp_size: int
-    vpp_size: int
-    dp_size: int
-    ep_size: int
-    num_micro_batches: int
-    """Micro-batches of each data-parallel rank."""
-    window: int
-    max_tokens: int
-    """S_max."""
-    fitting_tokens: int
-    """The largest S_max that would fit, but at most the tokens of a step."""
-    limit_gib: float
-    state_gib: float
-    """Weights, gradients and optimizer, on the pipeline rank that needs most."""
-    peak_gib: float
-    """The most that a rank holds, where all micro-batches in flight are S_max long."""
-    step_ms: float
-    """Mean over steps of ``documents``."""
-    tokens_per_s: float
-    flops_per_s: float
-    """FLOPs of the model a second, of all devices: its work."""
-    speedup: float
-    """Work a second against ``original`` on the same documents. Tokens would
-    not do: where it cuts documents, its tokens are less work."""
-    net_speedup: float
-    """The same against ``original`` with all that stock Megatron may overlap."""
-    original_fits: bool
-    """Whether ``original`` fits memory."""
+    config: Config
+    run: Run
+    steps: Steps
     documents: str
     """Where their lengths are from."""
-    packing: str
-    units: int | None = None
-    """Micro-batches that `slim` cuts a rank's step into."""
+
+    @classmethod
+    def of(cls, config: Config, num_devices: int) -> Command:
+        """Documents are those of ``--data-path`` where its files exist, else drawn from
+        :data:`DISTRIBUTION`.
+
+        Raises :class:`ConfigError` for settings that the run itself would refuse, and
+        :class:`CorpusError` where ``--data-path`` names files that are damaged.
+        """
+        refuse_all(guards.refusals(config, num_devices))
+        guards.check_micro_batches(config, num_devices)
+        documents, source, vocab_size = _documents(config)
+        padded = planning.padded_vocab_size(config, vocab_size)
+        run = on_gpus(config, padded, guards.data_parallel_size(config, num_devices))
+        if run.parallelism.cp_size == 1:  # where no measured table chooses anything
+            run = dataclasses.replace(run, extrapolate=True)
+        seeds, long_documents = (config.training.seed,), config.wlb.wlb_long_documents
+        return cls(
+            config, run, Steps(source, seeds=seeds, long_documents=long_documents), documents
+        )
+
+    @cached_property
+    def setting(self) -> PackingSettings:
+        """The packing, with an S_max that fits memory if none is given."""
+        wlb = self.config.wlb
+        return PackingSettings.of_config(wlb, s_max(self.run, wlb.wlb_packing, wlb.wlb_max_tokens))
+
+    def baseline(self) -> Baseline:
+        wlb = self.config.wlb
+        return baseline(self.run, self.steps, wlb.wlb_cp_sharding, wlb.wlb_hardware)
+
+    def outcome(self, base: Baseline) -> Outcome:
+        """Raises :class:`ConfigError` for memory that does not suffice for S_max, or not even for a
+        window.
+        """
+        if not self.setting.kind.slices:
+            self._check_memory()
+        if self.setting.is_plain and base.original.run == self.run:
+            return base.original
+        found = trial(self.run, self.setting, self.steps, self.config.wlb.wlb_cp_sharding)
+        if found.out_of_memory:
+            raise ConfigError(found.out_of_memory)
+        return found
+
+    @property
+    def most_gib(self) -> float:
+        """The most that a rank holds where all micro-batches in flight are S_max long."""
+        memory, max_tokens = self.run.memory, self.setting.max_tokens
+        lengths = [max_tokens] * self.micro_batches_a_rank
+        stages = range(self.run.parallelism.pp_size)
+        return max(memory.peak_bytes(rank, lengths) for rank in stages) / GIB
+
+    @property
+    def micro_batches_a_rank(self) -> int:
+        return self.run.num_micro_batches // self.run.parallelism.dp_size
+
+    def _check_memory(self) -> None:
+        most, max_tokens, row_tokens = (
+            self.run.max_tokens(), self.setting.max_tokens, self.run.micro_batch_tokens
+        )  # fmt: skip
+        if most >= max(max_tokens, row_tokens):
+            return
+        name = "S_max (--wlb-max-tokens)" if most >= row_tokens else "--seq-length"
+        if most < row_tokens and self.run.micro_batch_size > 1:
+            name = "--micro-batch-size"
+        raise ConfigError(
+            f"micro-batches of {max_tokens} tokens need {self.most_gib:.1f} GiB (modelled), above "
+            f"the {self.run.limit_gib:.1f} GiB that {self.config.wlb.wlb_hardware} has for "
+            f"tensors; {most} tokens fit: lower {name}, recompute activations, or use more TP, CP "
+            "or PP"
+        )
 
 
-def forecast(
-    config: Config, num_devices: int, known: Sequence[Forecast] = (), *, fits: bool = False
-) -> Forecast:
-    """What ``config`` will do on so many devices of its ``--wlb-hardware``.
+def forecast(config: Config, num_devices: int) -> dict[str, Any]:
+    """What ``config`` will do on so many devices of its ``--wlb-hardware``, JSON-able: all figures
+    of a trial by name, what its gains are over, and how it is laid out.
 
-    Documents are those of ``--data-path`` where its files exist, else drawn from
-    :data:`DISTRIBUTION`. Forecasts that are ``known`` differ in the packing alone. With ``fits``,
-    S_max that is not given is lowered to what fits.
-
-    Raises:
-        ConfigError: settings that the run itself would refuse, or memory that does not suffice for
-            S_max, or not even for a window.
-        CorpusError: ``--data-path`` names files that are damaged.
+    Raises what :meth:`Command.of` and :meth:`Command.outcome` do.
     """
-    window = config.data.seq_length
-    refuse_all(guards.refusals(config, num_devices))
-    num_micro_batches = guards.check_micro_batches(config, num_devices)
-    documents, source, vocab_size = _documents(config)
-    padded = planning.padded_vocab_size(config, vocab_size)
-    run = planning.run_of(config, padded, guards.data_parallel_size(config, num_devices))
-    # As on a GPU, and once batches have grown.
-    run = dataclasses.replace(run.executed(kernels="fused"), ramp=None)
-    row = run.micro_batch_tokens
-    layout, memory, limit_gib = run.parallelism, run.memory, run.limit_gib
-    stages = range(layout.pp_size)
-    max_tokens = config.wlb.wlb_max_tokens
-    units = None
-    if kind_of(config.wlb.wlb_packing).slices:
-        fitting = max_tokens = max_tokens or 2 * row
-        units, peak_gib = _units(config, run, source, max_tokens)
-    else:
-        most = run.max_tokens()
-        fitting = min(most, run.step_tokens)
-        if max_tokens is None:
-            windows = 1 if kind_of(config.wlb.wlb_packing).windows else 2
-            max_tokens = fitting if config.wlb.wlb_memory_gib else windows * row
-            if fits:
-                max_tokens = max(row, min(max_tokens, most))
-        lengths = [max_tokens] * num_micro_batches
-        peak_gib = max(memory.peak_bytes(rank, lengths) for rank in stages) / GIB
-        if most < max(max_tokens, row):
-            name = "S_max (--wlb-max-tokens)" if most >= row else "--seq-length"
-            if most < row and run.micro_batch_size > 1:
-                name = "--micro-batch-size"
-            raise ConfigError(
-                f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above "
-                f"the {limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {most} "
-                f"tokens fit: lower {name}, recompute activations, or use more TP, CP or PP"
-            )
-    planned = PackingSettings.of_config(config.wlb, max_tokens)
-    original = PackingSettings("original", max_tokens)
-    step_ms, tokens_per_s, flops_per_s = _simulate(config, run, planned, source)
-    if known:
-        original_flops_per_s = known[0].flops_per_s / known[0].speedup
-        stock_flops_per_s = known[0].flops_per_s / known[0].net_speedup
-    else:
-        *_, original_flops_per_s = _simulate(config, run, original, source)
-        *_, stock_flops_per_s = _simulate(config, run.overlapped, original, source)
-    return Forecast(
-        parameters=memory.total_parameters,
-        num_devices=num_devices,
-        tp_size=layout.tp_size,
-        cp_size=layout.cp_size,
-        pp_size=layout.pp_size,
-        vpp_size=layout.vpp_size,
-        dp_size=layout.dp_size,
-        ep_size=layout.ep_size,
-        num_micro_batches=num_micro_batches,
-        window=window,
-        max_tokens=max_tokens,
-        fitting_tokens=fitting,
-        limit_gib=limit_gib,
-        state_gib=max(memory.state_bytes(r).total for r in stages) / GIB,
-        peak_gib=peak_gib,
-        step_ms=step_ms,
-        tokens_per_s=tokens_per_s,
-        flops_per_s=flops_per_s,
-        speedup=flops_per_s / original_flops_per_s,
-        net_speedup=flops_per_s / stock_flops_per_s,
-        original_fits=run.fits_windows,
-        documents=documents,
-        packing=planned.name,
-        units=units,
-    )
+    command = Command.of(config, num_devices)
+    base = command.baseline()
+    found, run, memory = command.outcome(base), command.run, command.run.memory
+    layout, stages = run.parallelism, range(run.parallelism.pp_size)
+    slices = command.setting.kind.slices
+    return {
+        **{f"{axis}_size": getattr(layout, f"{axis}_size") for axis in AXES},
+        "parameters": memory.total_parameters,
+        "num_devices": num_devices,
+        "micro_batches_a_rank": command.micro_batches_a_rank,
+        "fitting_tokens": command.setting.max_tokens
+        if slices
+        else min(run.max_tokens(), run.step_tokens),
+        "limit_gib": run.limit_gib,
+        "state_gib": max(memory.state_bytes(rank).total for rank in stages) / GIB,
+        # Where all micro-batches in flight are S_max long, or slices of the longest documents.
+        "most_gib": found.expected_bytes / GIB if slices else command.most_gib,
+        "lengths": command.documents,
+        "frame": base.as_dict(),
+        "frame_said": base.said,
+        **row(found, base),
+    }
 
 
-def _units(config: Config, run: Run, source: Documents, max_tokens: int) -> tuple[int, float]:
-    """Micro-batches that `slim` cuts a rank's first step into, and the most GiB that a step needs:
-    the first, or one of few longest and many short documents.
+AXES = ("tp", "cp", "pp", "vpp", "dp", "ep")
 
-    Raises :class:`ConfigError` where that is too much.
+
+def on_gpus(config: Config, padded_vocab_size: int, dp_size: int, **known: Any) -> Run:
+    """The run of these settings on GPUs, once batches have grown; ``known`` as
+    :func:`~megatron_wlb.planning.from_config.run_of` takes it.
     """
-    packing = PackingSettings.of_config(config.wlb, max_tokens)
-    seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
-    documents = run.workload(source, seed=seed, long_documents=long_documents)
-    planner = documents.planner(packing, 1, costs=run.costs)
-    assert isinstance(planner.slicing, Slicer)
-    plan = planner.next_plan()
-    planner.slicing.check_room()
-    peak_gib = planner.slicing.peak_bytes / GIB
-    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
-    if plan is not None:
-        peaks = (held.peak_bytes / GIB for held in simulator.plan_memory(plan))
-        peak_gib = max(peak_gib, *peaks)
-    return planner.slicing.num_units or 1, peak_gib
-
-
-def _simulate(
-    config: Config, run: Run, packing: PackingSettings, source: Documents
-) -> tuple[float, float, float]:
-    """Time of a simulated step in ms, tokens and FLOPs a second."""
-    simulator = Simulator(run.costs, run.parallelism)
-    seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
-    workload = run.workload(source, seed=seed, long_documents=long_documents)
-    if run.parallelism.cp_size > 1:
-        run.check_reach(workload.longest_segment(packing))
-    planner = workload.planner(
-        packing,
-        WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
-        costs=planning.shaping_costs(config, run) if packing.simulated else run.costs,
-    )
-    plans: list[StepPlan] = []
-    while len(plans) < WARM_UP_STEPS + NUM_STEPS and (plan := planner.next_plan()) is not None:
-        plans.append(plan)
-    plans = plans[WARM_UP_STEPS:] or plans  # of data that end before
-    total_us = sum(simulator.step(plan).step_us for plan in plans)
-    num_flops = run.flops(d.length for plan in plans for d in plan.documents)
-    num_tokens = sum(plan.num_tokens for plan in plans)
-    return total_us / len(plans) / 1e3, num_tokens / total_us * 1e6, num_flops / total_us * 1e6
+    run = planning.run_of(config, padded_vocab_size, dp_size, **known)
+    return dataclasses.replace(run.executed(kernels="fused"), ramp=None)
 
 
 def _documents(config: Config) -> tuple[str, Documents, int]:

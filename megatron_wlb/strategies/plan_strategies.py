@@ -12,32 +12,26 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_wlb.cli.choice import num_steps
+from megatron_wlb.cli.inputs import machine_title
 from megatron_wlb.cli.model import Model
 from megatron_wlb.cli.output import console, progress_bar, say, table_of
-from megatron_wlb.cli.scenario import machine_title
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import write_strategies
 from megatron_wlb.settings.config import flag_of
+from megatron_wlb.simulator.trial import Steps
 from megatron_wlb.strategies.plan.propose import StrategySpace
-from megatron_wlb.strategies.strategy_search import (
-    SAMPLE_STEPS,
-    StrategyOutcome,
-    StrategyStudy,
-    study,
-)
+from megatron_wlb.strategies.plan.strategy import write_strategies
+from megatron_wlb.strategies.strategy_search import StrategyOutcome, StrategyStudy, study
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.search import Space
 
-STEPS = 40
 WORTH_SAYING = 1.005
 """A speed-up below it is none."""
 
 
-def run(args: argparse.Namespace, documents: LengthSource, searched: Space, model: Model) -> int:
+def run(args: argparse.Namespace, steps: Steps, searched: Space, model: Model) -> int:
     """Proposes, simulates and shows."""
     if searched.fixed:
         given = ", ".join(flag_of(name) for name in searched.fixed)
@@ -53,20 +47,13 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space, mode
         )
     window, (windows,) = searched.window, searched.num_micro_batches
     hardware = model.config.wlb.wlb_hardware
-    documents.check(window=window, long_documents=args.long_documents)
-    _, steps = num_steps(
-        args,
-        documents,
-        window=window,
-        step_tokens=windows * window,
-        num_cases=1,
-        default=(SAMPLE_STEPS, STEPS),
-    )
+    assert isinstance(steps.source, LengthSource)
+    seed = steps.seeds[0]
     with progress_bar("simulating strategies") as progress:
         space = _space(searched, bf16=not args.fp32)
         found = study(
-            space, documents, window=window, windows_a_step=windows, num_steps=steps,
-            seed=args.seed, long_documents=args.long_documents, progress=progress,
+            space, steps.source, window=window, windows_a_step=windows, num_steps=steps.num,
+            seed=seed, long_documents=steps.long_documents, progress=progress,
         )  # fmt: skip
     if args.out:
         write_strategies(args.out, [one.candidate.strategy for one in found.outcomes])
@@ -76,11 +63,11 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space, mode
     out = console()
     recompute = space.recompute.granularity or "no"
     title = (
-        f"{machine_title(args.model, hardware, searched.num_devices)}, "
+        f"{Path(args.model).stem} on {machine_title(searched.num_devices, hardware)}, "
         f"{windows * window:,} tokens a step, "
         f"{recompute} recomputation, {'fp32' if args.fp32 else 'bf16'}"
     )
-    out.print(_table(found, title, args.seed))
+    out.print(_table(found, title, seed))
     out.print(_where(found))
     say(out, _verdict(found))
     if args.out:

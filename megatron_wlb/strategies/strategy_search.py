@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_wlb.data.documents import LongDocuments
-from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.data.length_source import LengthSource, sample_steps
 from megatron_wlb.plan import Document
-from megatron_wlb.plan.replicas import kind_text
-from megatron_wlb.planning.balance.assign import Assigner, Assignment, assign, step_plan
-from megatron_wlb.planning.balance.dispatch import Candidate, StepDocuments
+from megatron_wlb.planning.balance.dispatch import StepDocuments
+from megatron_wlb.strategies.plan.assigner import Assigner, Assignment, Candidate, assign, step_plan
 from megatron_wlb.strategies.plan.propose import Proposal, StrategySpace, propose
 from megatron_wlb.strategies.plan.replica_steps import StrategySimulator, StrategyTimeline
+from megatron_wlb.strategies.plan.strategy import kind_text
 
 SAMPLE_STEPS = 16
 """Steps from which strategies are proposed."""
@@ -78,31 +78,6 @@ class StrategyStudy:
             (one for one in self.outcomes if one.alone_us is not None),
             key=lambda one: one.alone_us or 0.0,
         )
-
-
-def sample_steps(
-    source: LengthSource,
-    num: int,
-    *,
-    window: int,
-    windows_a_step: int,
-    seed: int,
-    long_documents: LongDocuments = "split",
-) -> list[list[Document]]:
-    """The documents of so many steps, of which each has some."""
-    stream = source.stream(
-        num,
-        window=window,
-        longest=window,
-        windows_a_step=windows_a_step,
-        seed=seed,
-        long_documents=long_documents,
-    )
-    found: list[list[Document]] = []
-    while len(found) < num and not stream.exhausted:
-        if documents := stream.next_step():
-            found.append(documents)
-    return found
 
 
 def study(

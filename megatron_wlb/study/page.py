@@ -20,28 +20,20 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.planning.run import Run
+from megatron_wlb.simulator.baseline import COLUMNS, Baseline
 from megatron_wlb.simulator.step_timeline import StepTimeline
-from megatron_wlb.study.advice import UNFIT
-from megatron_wlb.study.compare import Outcome
+from megatron_wlb.simulator.trial import Outcome
 
 NUM_BINS = 16
 MOST_BARS = 160
 """Micro-batches of a packing that are drawn, in whole steps."""
 
-COLUMNS = (
-    ("packing, sharding", "what was compared"),
-    ("speed-up", "work (FLOPs) a second over original; in brackets the lowest and highest seed"),
-    ("tokens/s", "of all devices, padding not counted"),
-    ("step ms", "mean time of a step"),
-    ("MFU", "model FLOPs over what the devices' peak would be"),
-    ("bubble", "share of the ranks' time in the pipeline that they wait"),
-    ("peak GiB", "the most that any device held in any step"),
-    ("PP", "imbalance of a pipeline's micro-batches, 1 is perfect"),
-    ("CP", "imbalance of attention over the ranks that share a sequence"),
-    ("DP", "imbalance of the replicas"),
-    ("delay", "steps that a token waits in the mean"),
-)
-_MEMORY_COLUMN = 6
+SHOWN = (
+    "speedup", "net_speedup", "tokens_per_s", "step_ms", "mfu", "bubble_share", "peak_gib",
+    "pp_imbalance", "cp_imbalance", "dp_imbalance", "delay_mean",
+)  # fmt: skip
+"""Columns of the table, after the name."""
+_MEMORY_COLUMN = 1 + SHOWN.index("peak_gib")
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,8 @@ class Page:
 
     scenario: Run
     outcomes: Sequence[Outcome]
-    """The first is `original`, which all are compared with."""
+    base: Baseline
+    """What all are compared with."""
     lengths: Lengths
     """Lengths of a sample of the documents."""
     title: str
@@ -75,7 +68,10 @@ class Page:
             "subtitle": self.subtitle,
             "facts": [list(fact) for fact in self.facts],
             "cards": self._cards(best),
-            "columns": [list(column) for column in COLUMNS],
+            "columns": [
+                ["packing, sharding", "what was compared"],
+                *([COLUMNS[one].header, COLUMNS[one].about] for one in SHOWN),
+            ],
             "memory_column": _MEMORY_COLUMN,
             "table": [self._row(outcome, outcome is best) for outcome in self.outcomes],
             "lengths": _histogram(self.lengths, self.scenario.window),
@@ -104,48 +100,40 @@ class Page:
         }
 
     def _cards(self, best: Outcome | None) -> list[list[str]]:
-        original, limit = self.outcomes[0], f"{self.scenario.limit_gib:.1f} allowed"
-        said = UNFIT if original.out_of_memory else "original"
+        original, limit = self.base.original, f"{self.scenario.limit_gib:.1f} allowed"
         if best is None:
             least = min(self.outcomes, key=lambda outcome: outcome.peak_bytes)
             return [[f"{least.peak_bytes / GIB:.1f} GiB", f"the least peak, of {limit}: none fits"]]
+        net = f", net of {self.base.overlap}" if self.base.overlap else ""
         return [
-            [f"{best.speedup(original):.2f}×", f"the work a second of {said}: {name(best)}"],
+            [
+                f"{best.speedup(original):.2f}×",
+                f"the work a second of {self.base.name}: {name(best)}",
+            ],
+            [f"{self.base.net_speedup(best):.2f}×", f"the same{net}, on {self.base.hardware}"],
             [f"{best.mfu:.1%}", f"MFU, from {original.mfu:.1%}"],
             [f"{best.bubble_share:.1%}", f"bubble share, from {original.bubble_share:.1%}"],
             [f"{best.peak_bytes / GIB:.1f} GiB", f"peak, of {limit}"],
         ]
 
     def _row(self, outcome: Outcome, is_best: bool) -> dict[str, Any]:
-        lowest, highest = outcome.speedup_by_seed(self.outcomes[0])
-        spread = f" ({lowest:.2f}-{highest:.2f})" if len(outcome.mfu_by_seed) > 1 else ""
+        cells = [COLUMNS[one].cell(outcome, self.base) for one in SHOWN]
+        if len(outcome.mfu_by_seed) > 1:
+            cells[0] += " ({:.2f}-{:.2f})".format(*outcome.speedup_by_seed(self.base.original))
         return {
-            "cells": [
-                name(outcome),
-                f"{outcome.speedup(self.outcomes[0]):.2f}×{spread}",
-                f"{outcome.tokens_per_s:,.0f}",
-                f"{outcome.step_us / 1e3:,.{0 if outcome.step_us > 1e5 else 2}f}",
-                f"{outcome.mfu:.1%}",
-                f"{outcome.bubble_share:.1%}",
-                f"{outcome.peak_bytes / GIB:.1f}",
-                f"{outcome.pp_imbalance:.2f}",
-                f"{outcome.cp_imbalance:.2f}",
-                f"{outcome.dp_imbalance:.2f}",
-                f"{outcome.delay_steps:.2f}",
-            ],
+            "cells": [name(outcome), *cells],
             "best": is_best,
-            "over": outcome.out_of_memory,
+            "over": bool(outcome.out_of_memory),
         }
 
     def _texts(self) -> dict[str, str]:
-        steps, seeds = self.outcomes[0].num_steps, len(self.outcomes[0].mfu_by_seed)
+        first = self.outcomes[0]
+        steps, seeds = first.metrics.num_steps, len(first.mfu_by_seed)
         over = [name(outcome) for outcome in self.outcomes if outcome.out_of_memory]
         fits = f"Too much for the limit: {'; '.join(over)}. " if over else ""
         stands_out = "The fastest that fits memory stands out."
         if fastest(self.outcomes) is None:
             stands_out = "None fits memory: no speed-up here is to be had."
-        elif self.outcomes[0].out_of_memory:
-            stands_out += f" All speed-ups are over {UNFIT}."
         times = (
             "a cost that was measured and put in"
             if self.scenario.measured is not None
@@ -154,7 +142,7 @@ class Page:
         return {
             "compared": (
                 f"{steps:,} steps of each over the same documents"
-                f"{f' of {seeds} seeds' if seeds > 1 else ''}. {stands_out}"
+                f"{f' of {seeds} seeds' if seeds > 1 else ''}. {stands_out} {self.base.said}"
             ),
             "memory-text": (
                 f"The first replica's ranks in the step drawn above; the dashed line is the limit "

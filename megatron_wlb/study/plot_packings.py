@@ -8,20 +8,20 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from megatron_wlb.simulator.trial import Outcome
 from megatron_wlb.study import plot
 from megatron_wlb.study.advice import steps_of
-from megatron_wlb.study.evaluate import Evaluation
-from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE, PALE_INK, VERMILION, Path
+from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE, VERMILION, Path
 from megatron_wlb.study.tune import Tuning, frontier
 
 COLOURS = {"wlb": ORANGE, "hold": BLUE}
 
 
 def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
-    """Modelled throughput over delay: all that was tried, the best of it, and what was chosen.
+    """Work a second over delay: all that was tried, the best of it, and what was chosen.
 
     The dots and lines are of the steps that settings were chosen on, each relative to `original` on
-    them; the large marks are of held-out steps.
+    them; the large marks are of the steps that judge.
     """
     figure = plot.new_figure(title, height=6.2)
     axes = figure.subplots()
@@ -32,65 +32,62 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
         front = frontier(tried)
         _points(axes, tried, tuning.tried_original, color=colour, s=14, alpha=0.45, lw=0)
         axes.plot(
-            [e.delay for e in front],
-            [e.efficiency / tuning.tried_original.efficiency for e in front],
+            [e.delay_steps for e in front],
+            [e.mfu / tuning.tried_original.mfu for e in front],
             color=colour,
             lw=2,
             label=f"{packing}: best of {len(tried)} settings tried",
         )
-    marks: list[tuple[Sequence[Evaluation], str, dict[str, Any]]] = [
+    marks: list[tuple[Sequence[Outcome], str, dict[str, Any]]] = [
         ([tuning.chosen], "recommended", {"marker": "*", "color": VERMILION, "s": 330}),
         ([tuning.original], "original", {"marker": "s", "color": INK}),
     ]
     # Named in the legend: settings that do alike lie on each other, and so would their names.
-    for evaluation, marker in zip(tuning.baselines[1:], "^v<>", strict=False):
-        marks.append(([evaluation], evaluation.setting.title, {"marker": marker, "color": INK}))
-    for evaluation in tuning.defaults:
-        colour = COLOURS[evaluation.setting.name]
-        label = f"default: {evaluation.setting.title}"
-        marks.append(([evaluation], label, {"marker": "D", "color": colour}))
-    for evaluations, label, style in marks:
+    for outcome, marker in zip(tuning.baselines[1:], "^v<>", strict=False):
+        marks.append(([outcome], outcome.setting.title, {"marker": marker, "color": INK}))
+    for outcome in tuning.defaults:
+        colour = COLOURS[outcome.setting.name]
+        label = f"default: {outcome.setting.title}"
+        marks.append(([outcome], label, {"marker": "D", "color": colour}))
+    for outcomes, label, style in marks:
         style = {"s": 70, "edgecolors": "white", "zorder": 5} | style
-        _points(axes, evaluations, tuning.original, label=label, **style)
+        _points(axes, outcomes, tuning.original, label=label, **style)
     axes.axvline(
         tuning.max_delay, color=INK, lw=1.2, ls="--", label=f"limit, {steps_of(tuning.max_delay)}"
     )
-    perfect = 1 / tuning.original.efficiency
-    if tuning.chosen.efficiency > 0.8:  # Where bubbles keep all far from it, it would squeeze them.
-        axes.axhline(perfect, color=PALE_INK, lw=1, ls=":", label="perfect balance")
     chosen = tuning.chosen
-    speedup = chosen.efficiency / tuning.original.efficiency
+    speedup = chosen.mfu / tuning.original.mfu
     plot.set_title(
         axes,
         f"recommended: {chosen.setting.title}{' (the default)' if tuning.keeps_default else ''}, "
-        f"{speedup:.2f} × the work a second of original at a delay of {chosen.delay:.2f} steps",
+        f"{speedup:.2f} × the work a second of original, delay {chosen.delay_steps:.2f} steps",
     )
     # Settings that are far worse would squeeze all others.
     drawn = (*tuning.baselines, *tuning.defaults, chosen, *frontier(tuning.tried))
-    farthest = max(tuning.max_delay, *(e.delay for e in drawn))
+    farthest = max(tuning.max_delay, *(e.delay_steps for e in drawn))
     axes.set_xlim(-0.03 * farthest, 1.3 * farthest or 1)
     axes.set_xlabel(
-        "mean delay of a token (steps); lines and dots: steps tuned on, large marks: held-out steps"
+        "mean delay of a token (steps); dots: steps that choose, large marks: steps that judge"
     )
-    axes.set_ylabel("modelled throughput (original = 1)")
+    axes.set_ylabel("work a second, simulated (original = 1)")
     axes.grid(color=GREY, lw=0.8)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     plot.save(figure, path)
 
 
-def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
+def plot_packings(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """Draws the imbalance of each packing, its delay, and how its steps vary in tokens."""
-    figure = plot.new_figure(title, height=1.9 + 0.42 * len(evaluations))
+    figure = plot.new_figure(title, height=1.9 + 0.42 * len(outcomes))
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1])
-    several = len({e.num_micro_batches for e in evaluations}) > 1
+    several = len({e.run.num_micro_batches for e in outcomes}) > 1
     labels = [
-        f"{e.setting.title}, N={e.num_micro_batches}" if several else e.setting.title
-        for e in evaluations
+        f"{e.setting.title}, N={e.run.num_micro_batches}" if several else e.setting.title
+        for e in outcomes
     ]
-    places = range(len(evaluations))
-    tw = [e.imbalance for e in evaluations]
-    p95 = [e.metrics.imbalance_p95 for e in evaluations]
-    worst = [e.metrics.imbalance_worst for e in evaluations]
+    places = range(len(outcomes))
+    tw = [e.imbalance for e in outcomes]
+    p95 = [e.metrics.imbalance_p95 for e in outcomes]
+    worst = [e.metrics.imbalance_worst for e in outcomes]
     left.hlines(places, 1, worst, color=GREY, lw=9, label="worst step")
     left.hlines(places, 1, p95, color=ORANGE, lw=9, label="95 % of the steps")
     left.scatter(tw, places, color=INK, s=46, zorder=3, label="time-weighted mean")
@@ -102,9 +99,9 @@ def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> 
         left.annotate(
             f"{value:.3f}", (value, place), xytext=(7, -3), textcoords="offset points", fontsize=9
         )
-    variations = [e.metrics.tokens_cv for e in evaluations]
+    variations = [e.metrics.tokens_cv for e in outcomes]
     for axes, values, name in (
-        (middle, [e.delay for e in evaluations], "mean delay of a token (steps)"),
+        (middle, [e.delay_steps for e in outcomes], "mean delay of a token (steps)"),
         (right, variations, "tokens of a step\n(standard deviation ÷ mean)"),
     ):
         axes.barh(places, values, color=BLUE, height=0.5)
@@ -124,11 +121,9 @@ def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> 
     plot.save(figure, path)
 
 
-def _points(
-    axes: Axes, evaluations: Sequence[Evaluation], original: Evaluation, **style: Any
-) -> None:
+def _points(axes: Axes, outcomes: Sequence[Outcome], original: Outcome, **style: Any) -> None:
     axes.scatter(
-        [e.delay for e in evaluations],
-        [e.efficiency / original.efficiency for e in evaluations],
+        [e.delay_steps for e in outcomes],
+        [e.mfu / original.mfu for e in outcomes],
         **style,
     )

@@ -29,8 +29,7 @@ from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
-from megatron_wlb.data.documents import LongDocuments
-from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.data.length_source import LengthSource, sample_steps
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.packing import PackingSettings
@@ -38,10 +37,10 @@ from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_wi
 from megatron_wlb.planning.run import Devices, Run, title
 from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
+from megatron_wlb.simulator.baseline import FULL, Baseline, baseline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.strategies.strategy_search import sample_steps
+from megatron_wlb.simulator.trial import Outcome, Steps, planning_costs, trial
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
-from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 from megatron_wlb.study.stages import balanced_layers
 
 T = TypeVar("T")
@@ -57,7 +56,6 @@ MOST_CHUNKS = 8
 """The most VPP that is tried."""
 SAMPLE_WINDOWS = 64
 """Windows of documents of which the coarse pass takes the average micro-batch."""
-FULL = Recompute("full", "uniform", 1)
 MOST_UNLIKE_CHUNKS = 4
 """The most VPP that is tried where layers do not divide over the pipeline ranks."""
 SLICED_STEPS = 2
@@ -150,8 +148,8 @@ class Search:
     """Every layout that can run, by the coarse pass, fastest first; the first were refined."""
     rejected: tuple[Rejected, ...]
     max_delay: float
-    original_fits: bool | None
-    """Whether `original` fits memory in some layout; None where it was not asked for."""
+    base: Baseline
+    """What gains of the best are over: `original` in the same layout."""
 
     @property
     def best(self) -> Choice:
@@ -166,6 +164,14 @@ class Search:
     def original(self) -> Choice | None:
         """The fastest with `original` packing that fits."""
         return _original(self.ranked)
+
+    def is_beside(self, choice: Choice) -> bool:
+        """Whether it has the layout and the batch of the best, so that gains are over ``base``."""
+        one, best = choice.candidate.scenario, self.best.candidate.scenario
+        return (one.parallelism, one.num_micro_batches) == (
+            best.parallelism,
+            best.num_micro_batches,
+        )
 
     @cached_property
     def layouts(self) -> list[Choice]:
@@ -195,29 +201,23 @@ class Search:
 
 def search(
     space: Space,
-    source: LengthSource,
+    steps: Steps,
     *,
     num_refined: int = 8,
     num_tuned: int = 3,
-    steps: int = 40,
-    warm_up: int = WARM_UP_STEPS,
-    seeds: Sequence[int] = (1,),
     max_delay: float = MAX_DELAY_STEPS,
-    long_documents: LongDocuments = "split",
+    hardware: str = "h100-sxm",
     progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Search:
     """Searches all layouts and ranks those that can run.
 
     Args:
         space: what is searched.
-        source: the documents.
+        steps: what is simulated of each, and the documents, which are a :class:`.LengthSource`.
         num_refined: of the coarse pass's best layouts, how many are simulated with documents.
         num_tuned: of these, how many are with every packing and S_max.
-        steps: simulated steps that count, of each seed.
-        warm_up: steps before them.
         max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
-        seeds: of the documents' order.
-        long_documents: what becomes of those over the window.
+        hardware: the machine's name or file.
         progress: called with the pass's name, and how much of how much is done.
 
     Raises:
@@ -232,14 +232,10 @@ def search(
             progress(what, number, len(items))
 
     layouts = [*_layouts(space)]
-    sample = _sample(source, space.window, seeds[0], long_documents)
+    sample = _sample(steps, space.window)
     tried = [[*_tried(space, layout, sample)] for layout in layouts]
     runs = [one for some in told("memory", tried) for one in _fitting(space, some)]
-    cut = [
-        one
-        for some in told("slices", tried)
-        for one in _sliced(space, some, source, seeds[0], long_documents)
-    ]
+    cut = [one for some in told("slices", tried) for one in _sliced(space, some, steps)]
     rejected = [one for one in (*runs, *cut) if isinstance(one, Rejected)]
     possible = [one for one in runs if not isinstance(one, Rejected)]
     sliced = [one for one in cut if not isinstance(one, Rejected)]
@@ -258,18 +254,10 @@ def search(
     candidates = sorted([*candidates, *balanced, *sliced], key=_coarse_order)
 
     def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
-        sharding = space.sharding if candidate.scenario.parallelism.cp_size > 1 else "per-sequence"
-        outcomes = compare(
-            candidate.scenario,
-            source,
-            variants,
-            [sharding],
-            steps=steps,
-            warm_up=warm_up,
-            seeds=seeds,
-            long_documents=long_documents,
-        )
-        return [Choice(candidate, outcome) for outcome in outcomes]
+        return [
+            Choice(candidate, trial(candidate.scenario, variant, steps, space.sharding))
+            for variant in variants
+        ]
 
     refined: list[Choice] = []
     for candidate in told("refined", refining):
@@ -290,8 +278,10 @@ def search(
     ranked = _ranked(refined, max_delay)
     if not ranked[0].fits:
         raise ConfigError(_none_fits(space, ranked))
-    fits = _original(ranked) is not None if "original" in space.packings else None
-    return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay, fits)
+    run = ranked[0].candidate.scenario
+    whole_run = replace(run, memory_gib=space.limit_gib(run.parallelism))
+    base = baseline(whole_run, steps, space.sharding, hardware)
+    return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay, base)
 
 
 def _is_known(
@@ -308,14 +298,14 @@ def _is_known(
 
 def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
     """Ranks choices: what fits first, then what keeps the limit, then the fastest."""
-    base = (_original(choices) or max(choices, key=lambda c: c.outcome.mfu)).outcome.option
+    base = (_original(choices) or max(choices, key=lambda c: c.outcome.mfu)).outcome
 
     def order(choice: Choice) -> tuple[object, ...]:
         outcome = choice.outcome
         return (
             not choice.fits,
             outcome.delay_steps > max_delay,
-            preference(outcome.option, base),
+            preference(outcome, base),
             not outcome.setting.is_plain,
             outcome.setting.max_tokens,
             _order(choice.candidate.scenario),
@@ -467,11 +457,7 @@ def _fitting(space: Space, tried: Sequence[Run | Rejected]) -> Iterator[tuple[Ru
 
 
 def _sliced(
-    space: Space,
-    tried: Sequence[Run | Rejected],
-    source: LengthSource,
-    seed: int,
-    long_documents: LongDocuments,
+    space: Space, tried: Sequence[Run | Rejected], steps: Steps
 ) -> Iterator[Candidate | Rejected]:
     """Each N in slices, with the least recomputation that fits memory, by its first steps. Where
     nothing else can run, also why it does not fit.
@@ -485,9 +471,9 @@ def _sliced(
         for packing in _of_layout(space, p, slices=True):
             setting = PackingSettings.parse(packing, space.window, most)
             simulator = Simulator(run.costs, p, memory=run.memory)
-            workload = run.workload(source, seed=seed, long_documents=long_documents)
+            workload = steps.workloads(run)[0]
             try:
-                planner = workload.planner(setting, SLICED_STEPS, costs=run.costs)
+                planner = workload.planner(setting, SLICED_STEPS, costs=planning_costs(run))
                 plans = [*planner.plans(SLICED_STEPS)]
                 for plan in plans:
                     for used in simulator.plan_memory(plan):
@@ -565,13 +551,12 @@ def by_reason(rejected: Sequence[Rejected]) -> dict[str, int]:
     return dict(Counter(str(one.why) for one in rejected).most_common())
 
 
-def _sample(
-    source: LengthSource, window: int, seed: int, long_documents: LongDocuments
-) -> list[int]:
+def _sample(steps: Steps, window: int) -> list[int]:
     """:data:`SAMPLE_WINDOWS` windows of documents as a run would draw them, longer ones cut."""
+    assert isinstance(steps.source, LengthSource)
     (documents,) = sample_steps(
-        source, 1, window=window, windows_a_step=SAMPLE_WINDOWS, seed=seed,
-        long_documents=long_documents,
+        steps.source, 1, window=window, windows_a_step=SAMPLE_WINDOWS, seed=steps.seeds[0],
+        long_documents=steps.long_documents,
     )  # fmt: skip
     return [document.length for document in documents]
 

@@ -2,8 +2,8 @@
 
 As the paper has it, a sample of the documents is packed with many settings, and the one with the
 best balance at a low delay is taken. Departures: "low" is a limit that the user gives; the number
-of queues, `hold`'s settings and S_max are tuned as well as the thresholds; and what is chosen is
-judged on documents that it was not chosen on, against the defaults.
+of queues, `hold`'s settings and S_max are tuned as well as the thresholds; and what is chosen on
+some documents is judged against the defaults on the steps that all commands simulate.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-from megatron_wlb.cost import Parallelism
-from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.planning.packing import PackingSettings
-from megatron_wlb.planning.packing.settings import run_with, sliced
-from megatron_wlb.planning.run import Workload
+from megatron_wlb.planning.packing.settings import sliced
+from megatron_wlb.planning.run import Run
+from megatron_wlb.simulator.baseline import Baseline
+from megatron_wlb.simulator.trial import Outcome, Sharding, Steps, trial
 from megatron_wlb.study.advice import check_max_delay, recommended
-from megatron_wlb.study.evaluate import Evaluation, evaluate
 
 TUNABLE = ("wlb", "hold")
-
-WARM_UP_STEPS = 25
 QUEUES = (1, 2, 3)
 THRESHOLDS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 2 / 3, 5 / 6)
 """Thresholds to try, as shares of the longest document, or of the window if that is shorter."""
@@ -47,72 +44,69 @@ NUM_JUDGED = 8
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was tried and what is recommended; ``efficiency`` is the throughput everywhere."""
+    """What was tried and what is recommended."""
 
     max_delay: float
-    tried: tuple[Evaluation, ...]
+    tried: tuple[Outcome, ...]
     """All settings, on the steps they were chosen on."""
-    tried_original: Evaluation
+    tried_original: Outcome
     """`original` on the same steps."""
-    chosen: Evaluation
-    """What is recommended, on held-out steps, as are those below."""
-    defaults: tuple[Evaluation, ...]
+    chosen: Outcome
+    """What is recommended, on the steps that judge, as are those below."""
+    defaults: tuple[Outcome, ...]
     """The defaults of the packings that were tuned."""
-    baselines: tuple[Evaluation, ...]
-    """`original` first, then `fixed-greedy`."""
-    tuned: Evaluation | None = None
+    baselines: tuple[Outcome, ...]
+    """`original` first, then packings that have nothing to tune."""
+    tuned: Outcome | None = None
     """The best trial within the limit, or the one that comes nearest to it."""
 
     @property
-    def original(self) -> Evaluation:
+    def original(self) -> Outcome:
         return self.baselines[0]
 
     @property
-    def judged(self) -> tuple[Evaluation, ...]:
-        """Every setting that ran on held-out steps, once; what is recommended is one of them."""
+    def judged(self) -> tuple[Outcome, ...]:
+        """Every setting that was judged, once; what is recommended is one of them."""
         every = [*self.baselines, *self.defaults, *([self.tuned] if self.tuned else [])]
-        return tuple({evaluation.setting: evaluation for evaluation in every}.values())
+        return tuple({outcome.setting: outcome for outcome in every}.values())
 
     @property
     def keeps_default(self) -> bool:
         return self.chosen.setting in [default.setting for default in self.defaults]
 
 
-def frontier(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+def frontier(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """The settings that none beats in delay and throughput at once, by rising delay."""
-    best: list[Evaluation] = []
-    for evaluation in sorted(evaluations, key=lambda e: (e.delay, -e.efficiency)):
-        if not best or evaluation.efficiency > best[-1].efficiency:
-            best.append(evaluation)
+    best: list[Outcome] = []
+    for outcome in sorted(outcomes, key=lambda one: (one.delay_steps, -one.mfu)):
+        if not best or outcome.mfu > best[-1].mfu:
+            best.append(outcome)
     return best
 
 
 def tune(
-    workload: Workload,
-    held_out: Workload,
+    run: Run,
+    choosing: Steps,
+    judging: Steps,
+    base: Baseline,
     *,
     packings: Sequence[str] = TUNABLE,
     max_tokens: int,
     max_delay: float,
-    steps: int,
-    warm_up: int = WARM_UP_STEPS,
+    sharding: Sharding = "adaptive",
     look_ahead: int = 0,
     limits: Mapping[str, Any] = MappingProxyType({}),
-    costs: StepCosts | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tuning:
-    """The setting with the highest modelled throughput whose mean delay is at most ``max_delay``.
+    """The setting with the most work a second whose mean delay is at most ``max_delay``.
 
-    Throughput is the work of the steps ÷ their time: without a layout that of their slowest
-    micro-batches, so it is 1 ÷ time-weighted imbalance. ``max_tokens`` is the largest S_max that
-    memory allows; a smaller one is taken where it loses at most ``TOLERANCE``. Settings are chosen
-    on ``steps`` steps of ``workload``, after ``warm_up``, and the best is judged on as many of
-    ``held_out``, with the defaults and the baselines: the fastest there within the limit is
-    recommended (:mod:`~megatron_wlb.study.advice`).
+    ``max_tokens`` is the largest S_max that memory allows; a smaller one is taken where it loses at
+    most ``TOLERANCE``. Settings are chosen on the steps ``choosing``. The best is tried on those of
+    ``judging``, where ``base`` has been, with the defaults and what has nothing to tune: the
+    fastest there within the limit is recommended (:mod:`~megatron_wlb.study.advice`).
 
-    ``limits`` are settings that all of them share. A packing of slices is a baseline, too, in a
-    pipeline that can run it. ``costs`` are as in :func:`evaluate`. ``progress`` is told how many
-    evaluations are done and about how many there will be.
+    ``limits`` are settings that all of them share. ``progress`` is told how many trials are done
+    and about how many there will be.
 
     Raises :class:`PackingError` if nothing stays within ``max_delay``, with the nearest setting,
     and :class:`ConfigError` for packings that cannot be tuned and settings that cannot work.
@@ -125,63 +119,64 @@ def tune(
     check_max_delay(max_delay)
     if look_ahead < 0:
         raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
-    row, hold = workload.micro_batch_tokens, PackingSettings("hold", max_tokens, **limits)
-    defaults = [
-        replace(hold, name=packing, max_tokens=min(max_tokens, 2 * row)) for packing in packings
-    ]
-    p = workload.layout or Parallelism()
-    baselines = [
-        replace(hold, name="original"),
+    row, hold = run.micro_batch_tokens, PackingSettings("hold", max_tokens, **limits)
+    usual = min(max_tokens, 2 * row)
+    defaults = [replace(hold, name=packing, max_tokens=usual) for packing in packings]
+    others = [
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
-        *(replace(hold, name=name) for name in run_with(p.pp_size, sliced())),
+        *(replace(hold, name=name, max_tokens=2 * row) for name in sliced()),
     ]
-    workload.check([*defaults, *baselines, hold])
+    judging.check(run, [*defaults, *others, hold])
 
-    first = [*defaults, *candidates(workload, packings, max_tokens, look_ahead, **limits)]
-    done, total = 0, 1 + len(first) + len(defaults) + len(baselines) + 1
+    first = [*defaults, *candidates(run, choosing, packings, max_tokens, look_ahead, **limits)]
+    done, total = 0, len(first) + len(defaults) + len(others) + 1
 
-    def run(on: Workload, setting: PackingSettings) -> Evaluation:
+    def tried_on(steps: Steps, setting: PackingSettings, on: Run = run) -> Outcome:
         nonlocal done
-        evaluation = evaluate(on, setting, steps, warm_up=warm_up, costs=costs)
+        outcome = trial(on, setting, steps, sharding)
         done += 1
         progress(done, max(done, total))
-        return evaluation
+        return outcome
 
-    tried = {setting: run(workload, setting) for setting in dict.fromkeys(first)}
+    tried = {setting: tried_on(choosing, setting) for setting in dict.fromkeys(first)}
     second = _refined(tried.values(), packings, row, max_delay) - tried.keys()
     total += len(second)
-    tried |= {setting: run(workload, setting) for setting in sorted(second, key=str)}
+    tried |= {setting: tried_on(choosing, setting) for setting in sorted(second, key=str)}
 
-    judged = [run(held_out, setting) for setting in defaults]
+    judged = [tried_on(judging, setting) for setting in defaults]
     ranked = _ranked(tried.values(), max_delay)
-    chosen = _judge(ranked, lambda setting: run(held_out, setting), max_delay)
+    chosen = _judge(ranked, lambda setting: tried_on(judging, setting), max_delay)
     found = [*([chosen] if chosen else []), *judged]
-    if not any(evaluation.delay <= max_delay for evaluation in found):
-        at_hand = chosen or min(tried.values(), key=lambda e: (e.delay, -e.efficiency))
+    if not any(outcome.delay_steps <= max_delay for outcome in found):
+        at_hand = chosen or min(tried.values(), key=lambda one: (one.delay_steps, -one.mfu))
         raise PackingError(
             f"no setting of {' or '.join(packings)} keeps the mean delay within {max_delay:g} "
-            f"steps; the nearest has {at_hand.delay:.3g} at imbalance {at_hand.imbalance:.3f} "
-            f"({' '.join(at_hand.flags)}): raise --max-delay"
+            f"steps; the nearest has {at_hand.delay_steps:.3g} at imbalance "
+            f"{at_hand.imbalance:.3f} ({' '.join(at_hand.flags)}): raise --max-delay"
             + ("" if "hold" in packings else ", or tune hold too")
         )
-    tried_original = run(workload, baselines[0])
-    judged_baselines = tuple(run(held_out, setting) for setting in baselines)
-    options = [evaluation.option for evaluation in (*found, *judged_baselines)]
-    best = recommended(options, max_delay, options[len(found)])
+    tried_original = tried_on(choosing, base.original.setting, base.original.run)
+    baselines = [base.original, *(tried_on(judging, setting) for setting in others)]
+    best = recommended([*found, *baselines], max_delay, base.original)
     assert best is not None  # `original` delays nothing
     return Tuning(
         max_delay,
         tuple(tried.values()),
         tried_original,
-        best.of,
+        best,
         tuple(judged),
-        judged_baselines,
+        tuple(baselines),
         chosen,
     )
 
 
 def candidates(
-    workload: Workload, packings: Sequence[str], max_tokens: int, look_ahead: int, **limits: Any
+    run: Run,
+    steps: Steps,
+    packings: Sequence[str],
+    max_tokens: int,
+    look_ahead: int,
+    **limits: Any,
 ) -> Iterator[PackingSettings]:
     """Gives what is tried first, all with the largest S_max and ``limits``.
 
@@ -189,7 +184,7 @@ def candidates(
     """
     wlb = PackingSettings("wlb", max_tokens, **limits)
     hold = replace(wlb, name="hold", max_step_tokens=wlb.max_step_tokens or 0)
-    top = min(workload.window, workload.source.longest(workload.window))
+    top = min(run.window, steps.source.longest(run.window))
     lengths = sorted({max(1, round(top * fraction)) for fraction in THRESHOLDS})
     if "wlb" in packings:
         for num_queues in QUEUES:
@@ -197,7 +192,7 @@ def candidates(
                 yield replace(wlb, queue_thresholds=thresholds)
     if "hold" in packings:
         # No imbalance is above N, so this one holds nothing back that has room.
-        yield replace(hold, tau=float(workload.num_micro_batches), delay_price=0.0)
+        yield replace(hold, tau=float(run.num_micro_batches), delay_price=0.0)
         for ahead in {0, look_ahead}:
             for tau in TAUS:
                 for price in DELAY_PRICES:
@@ -205,14 +200,14 @@ def candidates(
 
 
 def _refined(
-    tried: Iterable[Evaluation], packings: Sequence[str], row: int, max_delay: float
+    tried: Iterable[Outcome], packings: Sequence[str], row: int, max_delay: float
 ) -> set[PackingSettings]:
     """Neighbours of the best of each packing, and the same with less S_max."""
     refined: set[PackingSettings] = set()
     tried = list(tried)
     for packing in packings:
         ranked = _ranked([e for e in tried if e.setting.name == packing], max_delay)
-        for setting in [evaluation.setting for evaluation in ranked[:NUM_REFINED]]:
+        for setting in [outcome.setting for outcome in ranked[:NUM_REFINED]]:
             refined |= {
                 replace(setting, max_tokens=int(windows * row))
                 for windows in MAX_WINDOWS
@@ -230,28 +225,28 @@ def _refined(
     return refined
 
 
-def _ranked(evaluations: Iterable[Evaluation], max_delay: float) -> list[Evaluation]:
+def _ranked(outcomes: Iterable[Outcome], max_delay: float) -> list[Outcome]:
     """Ranks what keeps the limit, the best first: of the nearly best by least S_max, then delay."""
-    within = [e for e in evaluations if e.delay <= max_delay]
-    best = max((e.efficiency for e in within), default=0.0)
+    within = [e for e in outcomes if e.delay_steps <= max_delay]
+    best = max((e.mfu for e in within), default=0.0)
 
-    def key(evaluation: Evaluation) -> tuple[float, ...]:
-        if evaluation.efficiency >= (1 - TOLERANCE) * best:
-            return (-math.inf, evaluation.setting.max_tokens, evaluation.delay)
-        return (-evaluation.efficiency,)
+    def key(outcome: Outcome) -> tuple[float, ...]:
+        if outcome.mfu >= (1 - TOLERANCE) * best:
+            return (-math.inf, outcome.setting.max_tokens, outcome.delay_steps)
+        return (-outcome.mfu,)
 
     return sorted(within, key=key)
 
 
 def _judge(
-    ranked: Sequence[Evaluation], run: Callable[[PackingSettings], Evaluation], max_delay: float
-) -> Evaluation | None:
-    """Finds the first that keeps the limit on held-out steps, or the nearest to it."""
-    nearest: Evaluation | None = None
-    for evaluation in ranked[:NUM_JUDGED]:
-        judged = run(evaluation.setting)
-        if judged.delay <= max_delay:
+    ranked: Sequence[Outcome], run: Callable[[PackingSettings], Outcome], max_delay: float
+) -> Outcome | None:
+    """Finds the first that keeps the limit on the steps that judge, or the nearest to it."""
+    nearest: Outcome | None = None
+    for outcome in ranked[:NUM_JUDGED]:
+        judged = run(outcome.setting)
+        if judged.delay_steps <= max_delay:
             return judged
-        if nearest is None or judged.delay < nearest.delay:
+        if nearest is None or judged.delay_steps < nearest.delay_steps:
             nearest = judged
     return nearest

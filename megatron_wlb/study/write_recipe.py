@@ -33,7 +33,7 @@ Value: TypeAlias = bool | int | float | str | list[str | int]
 Flags: TypeAlias = Mapping[str, Value]
 """A flag and its value; True for a bare one, a list where it takes several."""
 VPP = "--num-virtual-stages-per-pipeline-rank"
-LAUNCHER = ("megatron_wlb.launch", "$MEGATRON_LM_PATH/pretrain_gpt.py")
+LAUNCHER = "megatron_wlb.launch"
 TO_ADD = "--data-path", "--tokenizer-type", "--train-iters", "--lr", "--eval-interval"
 """What a run by :data:`LAUNCHER` needs, and no layout says."""
 MACHINE = "NUM_NODES", "GPUS_PER_NODE"
@@ -240,11 +240,11 @@ def command(
     if nodes > 1:
         words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
     own = {name: x for name, x in environment.items() if name not in (*MACHINE, CONNECTIONS)}
-    variables = {"HOST", "MEGATRON_LM_PATH", *variables}
+    variables = {"HOST", *variables}
     if "--wlb-strategies" not in flags:  # whose command has no TP
         own[CONNECTIONS] = "1"
     exports = (f"{name}={quoted(str(x), variables)}" for name, x in own.items())
-    words += ["-m", *LAUNCHER, *_words(flags)]
+    words += ["-m", LAUNCHER, *_words(flags)]
     return " ".join([*exports, *(quoted(word, variables) for word in words)])
 
 

@@ -1,6 +1,6 @@
 """What does this project gain on my GPU? One command, one GPU, 55 minutes: a page of evidence.
 
-    scripts/gpu_report                                  # all parts; the page is docs/gpu.md
+    scripts/gpu_report                                  # all parts; the page is docs/results/gpu.md
     scripts/gpu_report --minutes 9 --out runs/gpu       # what fits 9 minutes; again for the rest
     scripts/gpu_report --parts probe,ranks,pipeline --limit-s 800   # several ranks on one GPU
     scripts/gpu_report --tiny --out /tmp/report         # the same path on a CPU, in minutes
@@ -50,7 +50,7 @@ def main() -> int:
             raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}; give more than 0")
     if options.nccl is not None:
         if not options.nccl.is_file():
-            raise ConfigError(f"--nccl {options.nccl} is no file; give a libnccl.so.2")
+            raise ConfigError(f"--nccl {options.nccl} is not a file; give a libnccl.so.2")
         os.environ[sharing.NCCL] = str(options.nccl.absolute())
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def main() -> int:
     found = page.found_in(out)
     is_tiny = options.tiny or any(one["tiny"] for one in found.values())
     has_news = found or options.page
-    docs = options.docs or (ROOT / "docs" if has_news and not is_tiny else out)
+    docs = options.docs or (ROOT / "docs" / "results" if has_news and not is_tiny else out)
     print(f"page: {page.make(found, docs, out)}")
     wrong = [f"{name}: {line}" for name, one in found.items()
              for line in PARTS[name].wrong(one["figures"])]  # fmt: skip
@@ -137,7 +137,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--page", action="store_true", help="make the page only")
     parser.add_argument(
         "--docs", type=Path, metavar="FOLDER",
-        help="where the page goes (default: docs; of the tiny form --out)",
+        help="where the page goes (default: docs/results; of the tiny form --out)",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="name the parts and do nothing")
     return parser.parse_args()

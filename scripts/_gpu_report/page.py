@@ -168,7 +168,7 @@ def _how() -> list[str]:
         "",
         "flash-attn and TransformerEngine make two more kernels. They are built for one version of "
         "torch, so build their wheels with `pip wheel --no-deps --no-build-isolation` where the "
-        "same torch is installed ([installing.md](installing.md)). The report runs without them "
+        "same torch is installed ([installing.md](../installing.md)). The report runs without them "
         "and says so. With TransformerEngine, and compute capability 8.9 or later, `tests` runs "
         "those of FP8 too.",
     ]

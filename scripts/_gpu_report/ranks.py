@@ -17,6 +17,7 @@ from helpers import ranks, shards, strategy_oracle, strategy_ranks
 from helpers.gloo import GlooPool
 from helpers.layouts import GATHER, Layout
 from helpers.oracle import run_oracle
+from helpers.plans import num_alike
 from helpers.workload import MemoryCorpus, Workload, run_alike
 
 from _gpu_report import sharing
@@ -188,7 +189,7 @@ def _alike(plan: StepPlan, config: Config, dp_size: int) -> StepPlan:
     )
     if not plan.chains:
         return plan
-    return run_alike(plan, ranks.num_alike(config, dp_size), multiple)
+    return run_alike(plan, num_alike(config, dp_size), multiple)
 
 
 def wrong(figures: Mapping[str, Any]) -> list[str]:

@@ -102,7 +102,7 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
         "Work a second over Plain-4D (`original`, per-sequence) by the project's simulator, which "
         "takes attention, matrix products and memory bandwidth as measured here. Links and "
         "overlaps are assumed. So these speed-ups are *simulated* with measured kernels "
-        "([simulator.md](simulator.md)). Ranges are over seeds.",
+        "([simulator.md](../simulator.md)). Ranges are over seeds.",
     ]
     for number, about in (
         (12, "Figure 12: packings at the layouts of Table 1"),

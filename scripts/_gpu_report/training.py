@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from _gpu_report.running import world
-from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.build_corpus import build_corpus
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.runtime.trainer import distributed
 from megatron_wlb.settings.command_line import parse

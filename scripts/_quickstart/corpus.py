@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.build_corpus import build_corpus
 
 EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 

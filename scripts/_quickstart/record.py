@@ -27,8 +27,8 @@ from _quickstart.recording import SAYS, core_of
 from _quickstart.timeline import StepTimers
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.runtime.measuring.measure import measured_cost
-from megatron_wlb.runtime.megatron_lm import arguments, chunks, session
+from megatron_wlb.runtime.measuring import measure
+from megatron_wlb.runtime.megatron_lm import arguments, chunks
 from megatron_wlb.runtime.ranks.transfer import from_first_rank, of_all_ranks
 
 
@@ -142,6 +142,7 @@ def _counted(schedule: Any, used: list[int], **options: Any) -> Any:
 
 if __name__ == "__main__":
     turns = Turns()
-    mock.patch.object(session, "measured_cost", partial(turns.share_cost, measured_cost)).start()
+    shared = partial(turns.share_cost, measure.measured_cost)
+    mock.patch.object(measure, "measured_cost", shared).start()
     training.train_step = partial(turns.train_step, training.train_step)
     runpy.run_module("megatron_wlb.pretrain_gpt", run_name="__main__")

@@ -11,7 +11,7 @@ REFUSED, NO_TRAINING, UNKNOWN, FOREIGN = "refused", "no training", "no model", "
 RAN = (EQUAL, UNEQUAL)
 ACCEPTED = (*RAN, FAILED, UNFIT)
 STATUSES = (*RAN, FAILED, UNFIT, REFUSED, NO_TRAINING, UNKNOWN, FOREIGN)
-"""What they mean stands in docs/recipe-runs.md."""
+"""What they mean stands in docs/results/recipe-runs.md."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The tables of results, between markers of two pages: one of counts, and one of recipes."""
+"""The tables of results, between markers of their page: counts first, then each recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from _run_recipes.results import Results
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 
-COUNTS_PAGE, RECIPES_PAGE = "recipes.md", "recipe-runs.md"
+PAGE = "recipe-runs.md"
 BEGIN, END = "<!-- recipe runs -->", "<!-- end of recipe runs -->"
 _HEAD = (
     "Megatron-LM",
@@ -26,21 +26,20 @@ _HEAD = (
 )
 
 
-def write(results: Sequence[Results], docs: Path) -> None:
-    """Puts results into both pages, in place of what is there."""
+def write(results: Sequence[Results], folder: Path) -> None:
+    """Puts results into the page, in place of what is there."""
     rows, sections = [_row(_HEAD), _row(["---"] * len(_HEAD))], []
     for one in sorted(results, key=lambda one: (one.version, one.kind, one.packing)):
         name, counts = f"{one.kind} {one.version}", one.counts
         numbers = (counts.recipes, counts.training, counts.accepted, counts.fitting, counts.ran)
         rows.append(_row([name, f"`{one.packing}`", *map(str, (*numbers, counts.equal))]))
         sections.append(_section(f"{name}, {one.packing}", one))
-    for page, body in ((COUNTS_PAGE, "\n".join(rows)), (RECIPES_PAGE, "\n\n".join(sections))):
-        path = docs / page
-        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise ConfigError(f"{path} has no place for results; put {BEGIN} and {END} there")
-        write_text(path, f"{before}{BEGIN}\n{body}\n{END}{after}")
+    path, body = folder / PAGE, "\n\n".join(["\n".join(rows), *sections])
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{path} has no place for results; put {BEGIN} and {END} there")
+    write_text(path, f"{before}{BEGIN}\n{body}\n{END}{after}")
 
 
 def _section(name: str, results: Results) -> str:

@@ -217,7 +217,7 @@ def make_corpus(folder: Path) -> str:
     """400 documents of 5 to 400 bytes, of unequal lengths; the same at each call. Its prefix."""
     import numpy as np
 
-    from megatron_wlb.data.corpus import build_corpus
+    from megatron_wlb.data.build_corpus import build_corpus
 
     generator = np.random.RandomState(5)
     with (folder / "texts.jsonl").open("w") as stream:

@@ -45,12 +45,13 @@ from megatron_wlb.plan import Document
 from megatron_wlb.planning.packing import PACKINGS, Packer, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.study.evaluate import WARM_UP_STEPS, evaluate
+from megatron_wlb.simulator.trial import packed
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from helpers.ledger import Ledger
 
 FAST = tuple(name for name in PACKINGS if name != "fixed-solver")
+WARM_UP_STEPS = 50
 METRICS = ("imbalance", "tw", "p95", "worst", "delay", "p99", "max", "CV")
 console = output.console()
 
@@ -138,7 +139,19 @@ def make_packer(case: Case) -> Packer:
 
 def figures_of(case: Case, distribution: str, steps: int, seed: int) -> dict[str, Any]:
     """Of ``steps`` steps after the warm-up, in which queues fill."""
-    return evaluate(workload_of(case, distribution, seed), settings_of(case), steps).row()
+    found = packed(workload_of(case, distribution, seed), settings_of(case), steps, WARM_UP_STEPS)
+    return {
+        "imbalance_mean": found.imbalance_mean,
+        "imbalance_time_weighted": found.imbalance_weighted,
+        "imbalance_p95": found.imbalance_p95,
+        "imbalance_worst": found.imbalance_worst,
+        "delay_mean": found.delay_mean_steps,
+        "delay_p99": found.delay_p99_steps,
+        "delay_max": found.delay_max_steps,
+        "tokens_cv": found.tokens_cv,
+        "padding": found.padding_share,
+        "documents": found.num_documents,
+    }
 
 
 def balance(options: argparse.Namespace) -> list[dict[str, Any]]:

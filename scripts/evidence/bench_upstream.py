@@ -37,7 +37,7 @@ import numpy as np
 from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
-from megatron_wlb.cli import output, scenario
+from megatron_wlb.cli import inputs, output
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts
@@ -328,8 +328,9 @@ def table_of(rows: Sequence[Row], title: str, options: argparse.Namespace) -> Ta
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("checkout", type=Path, help="of Megatron-LM, branch main or dev")
-    scenario.add_model(parser)
-    scenario.add_layout(parser)
+    inputs.add_model(parser, required=True)
+    inputs.add_layout(parser)
+    parser.set_defaults(prefixes=[], lengths=None, seed=None)
     flag(parser, "--window TOKENS", "of a document at most", 131_072)
     flag(parser, "--max-windows X", "S_max of wlb and hold, in windows")
     add_distribution(parser)
@@ -340,8 +341,8 @@ def main() -> int:
     options = parser.parse_args()
     whole_number("--steps", options.steps, 1, 10_000)
     whole_number("--warm-up", options.warm_up, 0, 10_000)
-    job = scenario.read_job(options)
-    run = scenario.run_of(job)
+    job = inputs.read_job(options)
+    run = job.run(job.numbers[0])
     max_tokens = job.max_tokens(run)
 
     settings = [PackingSettings.parse(name, run.window, max_tokens) for name in OURS]
@@ -349,7 +350,7 @@ def main() -> int:
     total = len(options.seeds) * options.steps * (len(settings) + len(schedules))
     with output.counting_bar("planning", total) as on_step:
         rows = measure(run, schedules, settings, options, on_step)
-    title = scenario.machine_title(options.model, job.config.wlb.wlb_hardware, run.num_devices)
+    title = job.title(run)
     output.console(stderr=True).print(table_of(rows, title, options))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))

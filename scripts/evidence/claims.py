@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/claims.md: every claim, its command, its kind, its figure, its spread, its date.
+"""Writes docs/results/claims.md: every claim with its command, kind, figure, spread and date.
 
     scripts/evidence/claims.py           # after a figure of claims.yaml or of a page has changed
     scripts/evidence/claims.py --check   # fails where the page is old, or a figure is nowhere
@@ -21,7 +21,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = Path(__file__).with_name("claims.yaml")
-PAGE = ROOT / "docs" / "claims.md"
+PAGE = ROOT / "docs" / "results" / "claims.md"
 NO_CLAIMS = {
     "16",
     "16,384",
@@ -41,9 +41,9 @@ HEAD = """\
 
 Made by `scripts/evidence/claims.py` of `scripts/evidence/claims.yaml`; do not edit it by hand. A
 figure is *measured*, *counted*, *tested*, *modelled*, *simulated* or *read*
-([glossary.md](glossary.md)). Each stands on the page named, which its command makes, or which says
-what the command printed. A test finds figures that their pages no longer have, and numbers of the
-README that are not here. Commands are numbered, and listed below.
+([glossary.md](../glossary.md)). Each stands on the page named. The command makes that page, or the
+page says what the command printed. A test finds figures that their pages no longer have, and
+numbers of the README that are not here. Commands are numbered, and listed below.
 
 | Claim | Figure | Spread | Kind | Date | Command | Page |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -85,15 +85,14 @@ def wrong(claims: list[dict[str, Any]]) -> list[str]:
     """What is not so: quotes that pages do not have, numbers of the README without a claim."""
     found = []
     for claim in claims:
-        text = " ".join((ROOT / "docs" / claim["page"]).read_text().split())
+        path = (PAGE.parent / claim["page"]).resolve()
+        page, text = path.relative_to(ROOT), " ".join(path.read_text().split())
         quotes = [" ".join(quote.split()) for quote in quotes_of(claim)]
         found += [
-            f"docs/{claim['page']} has no {quote!r}: {claim['claim']}"
-            for quote in quotes
-            if quote not in text
+            f"{page} has no {quote!r}: {claim['claim']}" for quote in quotes if quote not in text
         ]
         found += [
-            f"{number} is in no quote of docs/{claim['page']}: {claim['claim']}"
+            f"{number} is in no quote of {page}: {claim['claim']}"
             for number in re.findall(r"\d[\d.,]*\d(?:e-\d+)?|\d", str(claim["figure"]))
             if number not in " ".join(quotes)
         ]
@@ -124,7 +123,7 @@ def main() -> int:
     if not options.check:
         PAGE.write_text(page)
     elif not PAGE.is_file() or PAGE.read_text() != page:
-        problems.append("docs/claims.md is old; run scripts/evidence/claims.py")
+        problems.append("docs/results/claims.md is old; run scripts/evidence/claims.py")
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

@@ -38,7 +38,8 @@ from _quickstart.corpus import EXCLUDED
 from rich.console import Console
 
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.data.corpus import Corpus, build_corpus, megatron_indexed_dataset
+from megatron_wlb.data.build_corpus import build_corpus
+from megatron_wlb.data.corpus import Corpus, megatron_indexed_dataset
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.planning.packing import PackingSettings

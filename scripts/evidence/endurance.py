@@ -5,9 +5,9 @@ Each part is a command of its own, whose result is kept in --out as JSON with th
 the machine and the time it took. A part that is there is not run again unless --again is given, so
 what was cut off goes on. --page makes a page of all results: what was not run is said.
 
-    scripts/evidence/endurance.py --out runs/endurance --page docs/endurance.md
+    scripts/evidence/endurance.py --out runs/endurance --page docs/results/endurance.md
     scripts/evidence/endurance.py --out runs/endurance --parts steps fuzz
-    scripts/evidence/endurance.py --out runs/endurance --parts --page docs/endurance.md   # the page
+    scripts/evidence/endurance.py --out runs/endurance --parts --page docs/results/endurance.md
 
 Fuzzing needs atheris (pip install atheris).
 """
@@ -98,8 +98,8 @@ def _trained(found: Any) -> Iterator[Sequence[str]]:
 
 def _trained_said(found: Any) -> str:
     (one,) = found
-    kept = "a key, a value or a tensor was left" if one["refusal"] else "nothing was left"
-    return f"**{one['steps']:,} steps, {one['slices']:,} slices**, of which {kept}."
+    kept = "a key, a value or a tensor leaked" if one["refusal"] else "no buffer leaked"
+    return f"**{one['steps']:,} steps, {one['slices']:,} slices**; {kept}."
 
 
 def _faults(found: Any) -> Iterator[Sequence[str]]:
@@ -250,10 +250,10 @@ def page_of(results: dict[str, Result | None]) -> str:
     lines = [
         "# Long tests: what ran, when, and what came of it",
         "",
-        "Made by `scripts/evidence/endurance.py --out FOLDER --page docs/endurance.md`; do not "
-        "edit it by hand. The command runs all parts and takes hours; it goes on where it was cut "
-        "off. [tested.md](tested.md) says what each part does. All is *tested* on CPUs, with gloo; "
-        "other work shared the cores unless a part says otherwise.",
+        "Made by `scripts/evidence/endurance.py --out FOLDER --page docs/results/endurance.md`; do "
+        "not edit it by hand. The command runs all parts and takes hours; it goes on where it was "
+        "cut off. [tested.md](tested.md) says what each part does. All is *tested* on CPUs, with "
+        "gloo; other work shared the cores unless a part says otherwise.",
         "",
     ]
     if missing:

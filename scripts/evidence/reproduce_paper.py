@@ -10,10 +10,10 @@ strategies gain on other lengths. Optima are found by OR-tools.
 Writes a Markdown page and PNG pictures. Everything is simulated on modelled GPUs and synthetic
 distributions of lengths; only the time that packing takes is measured, on this machine.
 
-    scripts/evidence/reproduce_paper.py                      # docs/paper.md and its pictures
-    scripts/evidence/reproduce_paper.py --paper slimpack     # docs/slimpack.md and its pictures
+    scripts/evidence/reproduce_paper.py                    # docs/results/paper.md, its pictures
+    scripts/evidence/reproduce_paper.py --paper slimpack   # docs/results/slimpack.md, its pictures
     scripts/evidence/reproduce_paper.py --paper slimpack --small --out /tmp/slim  # a quick look
-    scripts/evidence/reproduce_paper.py --paper hydraulis    # docs/hydraulis.md and its pictures
+    scripts/evidence/reproduce_paper.py --paper hydraulis  # docs/results/hydraulis.md, its pictures
     scripts/evidence/reproduce_paper.py --steps 20 --out /tmp/paper --json > /tmp/paper.json
 """
 
@@ -70,7 +70,7 @@ def main() -> int:
             raise ConfigError(
                 f"--only {key}: no section of {options.paper}; give {', '.join(paper.makers)}"
             )
-    options.out = options.out or Path("docs")
+    options.out = options.out or Path("docs/results")
     images = options.out / "images"
     images.mkdir(parents=True, exist_ok=True)
     keys = [key for key in paper.makers if not options.only or key in options.only]
@@ -146,7 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--no-solver", dest="solver", action="store_false", help="leave the slow packing out"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: docs")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: docs/results")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     return parser.parse_args()
 
@@ -159,7 +159,7 @@ def _page(
         "",
         f"Made by `{command}` in {seconds / 60:.1f} minutes of CPU time; do "
         "not edit it by hand. **Every speed-up and imbalance here is simulated** "
-        "([how to read that](simulator.md)).",
+        "([how to read that](../simulator.md)).",
         "",
         *paper.notes(effort),
         "",

@@ -2,7 +2,7 @@
 """Shows what the gain of `hold` and `slim` depends on: one thing after another is changed.
 
     scripts/evidence/sensitivity.py                                # some minutes
-    scripts/evidence/sensitivity.py --page docs/sensitivity.md
+    scripts/evidence/sensitivity.py --page docs/results/sensitivity.md
     scripts/evidence/sensitivity.py --steps 4 --only "host, high"  # a moment
 
 Each row is `wlb simulate` on the reference lengths. *stock* is `original` with Megatron's own
@@ -59,9 +59,9 @@ CASES: dict[str, dict[str, Any]] = {
     "attention, fast": {"attention_share": 0.5},
     "all overheads, low": {"kernel_us": 5.0, "launch_us": 5, "tp_overlap": 0.5},
     "all overheads, high": {"kernel_us": 15.0, "launch_us": 20, "tp_overlap": 0.9},
-    "rates of one H100": {"hardware": "docs/gpu-h100/profile/hardware.yaml"},
+    "rates of one H100": {"hardware": "docs/results/gpu-h100/profile/hardware.yaml"},
     "rates of one H100, N 4": {
-        "hardware": "docs/gpu-h100/profile/hardware.yaml", "num-micro-batches": 4,
+        "hardware": "docs/results/gpu-h100/profile/hardware.yaml", "num-micro-batches": 4,
     },
 }  # fmt: skip
 """What is changed: flags of `wlb simulate`, or figures of the machine, or all of these."""
@@ -127,9 +127,9 @@ def main() -> int:
 
 PAGE = """# What the gain depends on
 
-Made by `scripts/evidence/sensitivity.py --page docs/sensitivity.md`; do not edit it by hand.
-**Every figure is simulated** ([how to read that](simulator.md)): {steps} steps of each of two
-seeds, on the reference lengths.
+Made by `scripts/evidence/sensitivity.py --page docs/results/sensitivity.md`; do not edit it by
+hand. **Every figure is simulated** ([how to read that](../simulator.md)): {steps} steps of each of
+two seeds, on the reference lengths.
 
 *stock* is `original` with Megatron's own sharding over context-parallel ranks, as our flags need
 it. *overlapped* is stock with `--tp-comm-overlap`, which lengths that vary turn off. `hold` and

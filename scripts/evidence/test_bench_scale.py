@@ -1,4 +1,4 @@
-"""The script of `docs/scale.md` runs, and its figures are what they are called."""
+"""The script of `docs/results/scale.md` runs, and its figures are what they are called."""
 
 import json
 from functools import partial

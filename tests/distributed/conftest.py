@@ -9,7 +9,8 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import WORKLOAD, Differences, Layout, Oracle
 from helpers.oracle import OracleRun, run_oracle
-from helpers.ranks import scatter_for, train
+from helpers.plans import scatter_for
+from helpers.ranks import train
 from helpers.shards import differences
 from helpers.workload import Workload
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, HEAD_GROUPS, SELECTIVE, WORKLOAD, Layout, Oracle
-from helpers.ranks import scatter_for, sliced_for, train
+from helpers.plans import scatter_for, sliced_for
+from helpers.ranks import train
 from helpers.shards import RankRun
 
 from megatron_wlb.settings.command_line import parse

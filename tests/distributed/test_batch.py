@@ -28,7 +28,8 @@ def kept_after_steps() -> list[int]:
 
     The steps' micro-batches have other numbers, as those of a data-parallel rank have.
     """
-    from helpers.ranks import build_runner, scatter_for
+    from helpers.plans import scatter_for
+    from helpers.ranks import build_runner
     from helpers.workload import make_workload
 
     from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
@@ -163,7 +164,7 @@ def read_ahead(cp_size: int, cp_rank: int, first: bool, last: bool) -> dict[str,
     import torch
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.stepping.batch import BatchBuilder, Stage
+    from megatron_wlb.runtime.stepping.batch import BatchBuilder, Chunk
 
     workload = make_workload([LENGTHS] * 3, vocab_size=59)
     plans = [
@@ -174,7 +175,7 @@ def read_ahead(cp_size: int, cp_rank: int, first: bool, last: bool) -> dict[str,
     ]
     corpus: Any = CountingCorpus(workload.corpus)
     builder = BatchBuilder([corpus], 59, "cpu", cp_rank=cp_rank, cp_size=cp_size)
-    with builder.ahead(plans, [Stage(first, last)]) as (batches,):
+    with builder.ahead(plans, [Chunk(first, last)]) as (batches,):
         found = list(batches)
     num_read, threads = corpus.num_read, sorted(corpus.threads)
     same = []
@@ -211,7 +212,7 @@ def fail_ahead(at: int) -> dict[str, Any]:
     from helpers.workload import make_workload
 
     from megatron_wlb.errors import CorpusError
-    from megatron_wlb.runtime.stepping.batch import LOOK_AHEAD, BatchBuilder, Stage
+    from megatron_wlb.runtime.stepping.batch import LOOK_AHEAD, BatchBuilder, Chunk
 
     workload = make_workload([(8,)] * 6, vocab_size=59)
     workload.corpus.stored[at][3] = 59
@@ -223,7 +224,7 @@ def fail_ahead(at: int) -> dict[str, Any]:
     taken, most = 0, 0
     error = ""
     try:
-        with builder.ahead(plans, [Stage(True, False)]) as (batches,):
+        with builder.ahead(plans, [Chunk(True, False)]) as (batches,):
             for _ in batches:
                 taken += 1
                 time.sleep(0.05)
@@ -245,7 +246,7 @@ def leave_early() -> list[str]:
     """Threads that are left when the one who takes batches fails."""
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.stepping.batch import BatchBuilder, Stage
+    from megatron_wlb.runtime.stepping.batch import BatchBuilder, Chunk
 
     workload = make_workload([(8,)] * 6, vocab_size=59)
     plans = [
@@ -253,7 +254,7 @@ def leave_early() -> list[str]:
     ]
     corpora: Any = [workload.corpus]
     builder = BatchBuilder(corpora, 59, "cpu")
-    with pytest.raises(ZeroDivisionError), builder.ahead(plans, [Stage(True, True)] * 2) as chunks:
+    with pytest.raises(ZeroDivisionError), builder.ahead(plans, [Chunk(True, True)] * 2) as chunks:
         next(chunks[1])
         _ = 1 / 0
     return alive()

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 from helpers.layouts import FULL, HEAD_GROUPS, WORKLOAD, Differences, Layout, further
 from helpers.oracle import State
-from helpers.ranks import build_runner, load, scatter_for, sliced_for
+from helpers.plans import merged_for, scatter_for, sliced_for
+from helpers.ranks import build_runner, load
 from helpers.shards import RankRun
 from helpers.workload import Workload
-from test_merge import merged_for
 
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config

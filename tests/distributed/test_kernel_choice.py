@@ -190,7 +190,7 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
         ("torch-cpu", "", "torch-cpu", None),
         ("sdpa", "", "sdpa", "sdpa in place of torch-cpu, as in the checkpoint"),
         ("sdpa", "--wlb-attention-kernel torch-cpu", "torch-cpu", None),
-        ("flash-attn-3", "", "torch-cpu", "flash-attn-3, which is not to be had here"),
+        ("flash-attn-3", "", "torch-cpu", "flash-attn-3, which is not available here"),
         ("of-tomorrow", "", "torch-cpu", "of-tomorrow is not known"),
     ],
 )

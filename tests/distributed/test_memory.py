@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from random import Random
 
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import further, some_of
-from helpers.memory import VOCAB_SIZE, WINDOW_BYTES, MeasuredMemory, measure_step
+from helpers.memory import VOCAB_SIZE, WINDOW_BYTES, MeasuredMemory, built, measure_step
 
 from megatron_wlb.cost import MemoryModel, Recompute
 from megatron_wlb.cost.schedule.order import sliced
@@ -118,6 +119,45 @@ FURTHER = {
     "latent-sp", "latent-cp-keep", "latent-cp-selective", "pp-rising", "pp-bf16", "pp-ahead-bf16",
     "vpp-full-gpt",
 }  # fmt: skip
+
+
+KINDS = {
+    "gpt": "",
+    "llama": "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights",
+    "latents": LATENT,
+    "low-latents": LOW,
+    "prediction": f"{LLAMA} --mtp-num-layers 2",
+    "experts": f"{LLAMA} --num-experts 6 --moe-layer-freq [0]+[1]*3",
+    "shared": f"{LLAMA} --num-experts 4 --moe-layer-freq 2 --qk-layernorm",
+}
+
+
+def drawn(kind: str, random: Random) -> str:
+    """Flags of a model of a kind, of whatever sizes."""
+    groups, head = random.randint(1, 3), random.choice([8, 16, 24])
+    heads = groups * random.randint(1, 3)
+    flags = f"{KINDS[kind]} --hidden-size {head * random.randint(2, 9)} --seq-length 512"
+    flags += f" --num-attention-heads {heads} --ffn-hidden-size {random.randint(20, 300)}"
+    if "latents" not in kind:
+        flags += f" --kv-channels {head} --group-query-attention --num-query-groups {groups}"
+    if "--num-experts" in flags:
+        topk, ffn = random.randint(2, 3), random.randint(20, 90)
+        flags += f" --moe-router-topk {topk} --moe-ffn-hidden-size {ffn}"
+    if kind == "shared":
+        flags += f" --moe-shared-expert-intermediate-size {random.randint(20, 90)}"
+    return flags
+
+
+def test_parameters_and_products_are_those_of_built_models(gloo: GlooPool) -> None:
+    """Not one more or less, of whatever sizes a model has."""
+    random = Random(5)
+    configs = {f"{kind} {n}": settings(drawn(kind, random), 1) for kind in KINDS for n in range(3)}
+    (found,) = gloo.run(1, built, [*configs.values()])
+    counted = {}
+    for name, config in configs.items():
+        model = run_of(config, padded_vocab_size(config, VOCAB_SIZE), 1)
+        counted[name] = model.memory.num_parameters(0), model.shape.linear_flops
+    assert counted == dict(zip(configs, found, strict=True))
 
 
 def settings(flags: str, num_micro_batches: int, dp_size: int = 1) -> Config:

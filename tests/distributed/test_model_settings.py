@@ -21,14 +21,14 @@ def chosen(flags: str, on_gpu: bool) -> dict[str, Any]:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_wlb.runtime.emulation import cpu
+    from megatron_wlb.runtime import emulation
     from megatron_wlb.runtime.gpt import build
     from megatron_wlb.runtime.trainer import distributed
 
     config = parse(f"{SIZES} {flags}".split())
     distributed.initialize_groups(config)
     with (
-        mock.patch.object(cpu, "installed", return_value=not on_gpu),
+        mock.patch.object(emulation, "installed", return_value=not on_gpu),
         mock.patch.object(gpt_layer_specs, "HAVE_TE", on_gpu),
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb", print if on_gpu else None),
     ):
@@ -57,7 +57,8 @@ def test_cpu_takes_what_it_can_run(gloo: GlooPool) -> None:
 
 def weights_with_gradients_of_their_own() -> list[str]:
     """The weights whose gradients autograd makes, of a step of two micro-batches."""
-    from helpers.ranks import build_runner, scatter_for
+    from helpers.plans import scatter_for
+    from helpers.ranks import build_runner
 
     config = parse(f"{SIZES} {LLAMA} --global-batch-size 2".split())
     workload = make_workload([[40, 30]], vocab_size=VOCAB_SIZE)

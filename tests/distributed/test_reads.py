@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import WORKLOAD, Layout, further
-from helpers.ranks import build_runner, scatter_for, sliced_for
+from helpers.plans import scatter_for, sliced_for
+from helpers.ranks import build_runner
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan

@@ -28,9 +28,8 @@ from helpers.layouts import (
 )
 from helpers.nccl.record import recorded, recorded_programs
 from helpers.nccl.rules import RULES, Call, Rules, Wait, communicators, hangs
-from helpers.ranks import build_trainer, half_recomputed, logged, scatter_for, sliced_for
-from test_divided_slices import divided_for
-from test_merge import merged_for
+from helpers.plans import divided_for, half_recomputed, merged_for, scatter_for, sliced_for
+from helpers.ranks import build_trainer, logged
 from test_strategies import config_of
 
 from megatron_wlb.cost.memory import num_communicators

@@ -21,11 +21,12 @@ from helpers.strategy_ranks import (
 from helpers.workload import make_workload
 
 from megatron_wlb.cost import Execution, Hardware, MemoryModel, load_hardware
-from megatron_wlb.plan.replicas import Cluster, Scheme, Strategy
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.strategies.plan.store_costs import ParameterStore
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
 
 WORKLOAD = make_workload([[60, 55, 57, 58], [8, 44, 21], [60, 3, 25], [4, 50]], vocab_size=120)
 STRATEGIES = ("4*tp1:128", "2*tp2:128", "tp2:128+pp2:128", "tp2cp2:128")

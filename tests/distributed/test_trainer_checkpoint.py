@@ -27,7 +27,8 @@ def with_folders(config: Config, **folders: str) -> Config:
 def train(config: Config, first: int, last: int) -> list[tuple[float, float]]:
     """Losses and norms of steps; what was loaded goes before them, and they are saved."""
     import torch
-    from helpers.ranks import build_trainer, scatter_for
+    from helpers.plans import scatter_for
+    from helpers.ranks import build_trainer
 
     from megatron_wlb.runtime.saving import lock
     from megatron_wlb.runtime.trainer import checkpoint

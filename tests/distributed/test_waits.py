@@ -14,7 +14,8 @@ from helpers.waits import recorded
 
 def places_of_step(layout: Layout, sliced: bool) -> list[list[str]]:
     """Where a rank would wait in its second step, and while its figures are read."""
-    from helpers.ranks import build_trainer, scatter_for, sliced_for
+    from helpers.plans import scatter_for, sliced_for
+    from helpers.ranks import build_trainer
 
     config = layout.config
     trainer = build_trainer(config, WORKLOAD)
@@ -60,7 +61,8 @@ def pins_and_messages(layout: Layout, sliced: bool) -> list[list[str]]:
     """What a rank pins and sends or receives in each of two steps, in this order, as if its device
     were a GPU.
     """
-    from helpers.ranks import build_runner, scatter_for, sliced_for
+    from helpers.plans import scatter_for, sliced_for
+    from helpers.ranks import build_runner
 
     from megatron_wlb.runtime.ranks.transfer import PinnedBlock
 

@@ -237,7 +237,7 @@ def test_a_kernel_is_timed_by_the_gpu_not_by_its_host() -> None:
 def test_transformer_engine_layers_train_as_local_ones(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("transformer_engine is not installed")
-    from megatron_wlb.data.corpus import build_corpus
+    from megatron_wlb.data.build_corpus import build_corpus
 
     (tmp_path / "texts.txt").write_text("a few words, over and over. " * 4000)
     build_corpus([tmp_path / "texts.txt"], tmp_path / "texts")

@@ -37,7 +37,7 @@ def train(folder: Path, corpus: Path, name: str, *flags: str, num_gpus: int = 1)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_wlb.data.corpus import build_corpus
+    from megatron_wlb.data.build_corpus import build_corpus
 
     folder = tmp_path_factory.mktemp("corpus")
     texts = [f"{'word ' * (7 * n % 150)}document {n}" for n in range(200)]

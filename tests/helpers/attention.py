@@ -20,8 +20,8 @@ from megatron_wlb.runtime.gpt.attention.context_parallel import (
 )
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    KVSlice,
     LayerSlice,
-    Slice,
     SliceStore,
     slice_attention,
 )
@@ -206,7 +206,7 @@ def in_slices(
         q, k, v = (t[start:stop].detach().requires_grad_() for t in (query, key, value))
         in_reach = min(stop, stop - start + (reach_tokens or stop) - 1)
         chunk = Segments.of([stop - start], [in_reach], query.device, reach_tokens)
-        cut = Slice(store, (0, 0), start, stop, cuts[-1], (chunk,), (stop - in_reach,))
+        cut = KVSlice(store, (0, 0), start, stop, cuts[-1], (chunk,), (stop - in_reach,))
         if joined_from == 1:
             own = Segments.of([stop - start], device=query.device)
             before = [stop - start], [start], query.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,6 +24,26 @@ WORKLOAD, LONGER = (
     make_workload(_DOCUMENTS[:num], vocab_size=59)  # padded to 64 for every layout
     for num in (NUM_STEPS, 3)
 )
+LATENT_WORKLOAD = make_workload(
+    [[37, 1, 5, 60, (33, 20), 2, 29], [8, 60, 1, (60, 1, 47), 21, 13]], vocab_size=59
+)
+
+
+def clipped(log_probs: Any, samples: Any, positions: Any) -> Any:
+    """GRPO's: a clipped ratio to log-probabilities of before, by an advantage, and a KL term.
+
+    What stood before, and advantages, are made up from a token's document and place.
+    """
+    import torch
+
+    before = -4 + 0.3 * torch.sin(samples * 7.0 + positions * positions)
+    advantages = torch.cos(samples * 5.0)
+    ratio = (log_probs - before).exp()
+    gained = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.25) * advantages)
+    return 3 - gained + 0.1 * (before - log_probs + ratio - 1)  # sums of 3 do not cancel
+
+
+OWN_LOSS = dataclasses.replace(WORKLOAD.masked(seed=5), loss=clipped)
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 64 --make-vocab-size-divisible-by 32 "
     # Adam's first steps are lr · sign(g) for entries far above ε: a larger ε keeps entries that

@@ -12,7 +12,8 @@ from unittest import mock
 from _quickstart.live_bytes import LiveBytes, step_bytes
 from torch.utils._python_dispatch import _disable_current_modes
 
-from helpers.ranks import build_trainer
+from helpers.plans import scatter_for
+from helpers.ranks import build_runner, build_trainer
 from helpers.workload import make_workload
 from megatron_wlb.cost.slices import HOST, LAYERS
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
@@ -113,3 +114,25 @@ def measure_step(
             optimizer.step()
             update = live.peak - held
     return MeasuredMemory(sum(p.numel() for p in parameters), held, activations, update)
+
+
+def built(configs: Sequence[Config]) -> list[tuple[int, float]]:
+    """Parameters of models that one process builds, and FLOPs a token of their forwards' matrix
+    products, as torch counts them.
+    """
+    from megatron.core import parallel_state
+    from torch.utils.flop_counter import FlopCounterMode
+
+    found = []
+    for config in configs:
+        workload = make_workload([[200, 70, 1]], vocab_size=VOCAB_SIZE)
+        runner = build_runner(config, workload)
+        plan = scatter_for(config, workload, 1, 0)
+        with FlopCounterMode(display=False) as counter:
+            runner.run(plan, forward_only=True)
+        counts = counter.get_flop_counts()["Global"].items()
+        flops = sum(num for operation, num in counts if str(operation) == "aten.mm")
+        parameters = sum(p.numel() for gpt in runner.model.gpts for p in gpt.parameters())
+        found.append((parameters, flops / sum(m.padded_length for m in plan)))
+        parallel_state.destroy_model_parallel()
+    return found

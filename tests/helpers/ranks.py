@@ -10,23 +10,13 @@ from statistics import fmean
 from typing import Any
 
 from helpers.oracle import State
+from helpers.plans import PlanFor, scatter_for
 from helpers.shards import Held, RankRun, held_by, whole_name
-from helpers.workload import OwnLoss, Workload, run_alike, scatter, slice_up
-from megatron_wlb.cost.slices import HOST, LAYERS
-from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.sharding import Sharding, length_multiple
+from helpers.workload import OwnLoss, Workload
 from megatron_wlb.settings.config import Config
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks a ``StepRunner`` for the length of a ``with`` block."""
-
-SHARDINGS = {
-    "per-sequence": Sharding("per-sequence"),
-    "per-document": Sharding("per-document"),
-    "adaptive": Sharding("per-document-remainder"),  # no choice here; so that it runs too
-    "hybrid": Sharding("hybrid", 24),
-}
-"""What micro-batches get, by ``--wlb-cp-sharding``."""
 
 
 def build_trainer(config: Config, workload: Workload, **options: Any) -> Any:
@@ -66,72 +56,6 @@ def _own_loss(function: OwnLoss, log_probs: Any, targets: Any) -> Any:
     return function(log_probs, targets.samples, targets.positions)
 
 
-def scatter_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
-    """:func:`scatter` for a layout."""
-    from megatron_wlb.planning import guards
-
-    p = config.parallel
-    return scatter(
-        step,
-        workload.steps[step],
-        guards.data_parallel_size(config, world_size),
-        guards.check_micro_batches(config, world_size),
-        length_multiple(p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel),
-        SHARDINGS[config.wlb.wlb_cp_sharding],
-    )
-
-
-def sliced_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
-    """:func:`slice_up` for a layout, whose global batch says nothing then; ranks that meet in each
-    pass run it alike.
-    """
-    from megatron_wlb.planning import guards
-
-    p, dp_size = config.parallel, guards.data_parallel_size(config, world_size)
-    multiple = length_multiple(
-        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
-    )
-    sharding = SHARDINGS[config.wlb.wlb_cp_sharding]
-    plan = slice_up(step, workload.steps[step], dp_size, multiple, sharding)
-    return run_alike(plan, num_alike(config, dp_size), multiple)
-
-
-def num_alike(config: Config, dp_size: int) -> int:
-    """How many neighbouring data-parallel ranks meet in each pass."""
-    from megatron_wlb.planning.from_config import parallelism
-
-    return dp_size if config.replicas_meet else parallelism(config, dp_size).expert_replicas
-
-
-def recomputed_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
-    """:func:`sliced_for`, every second micro-batch recomputed."""
-    return half_recomputed(sliced_for(config, workload, world_size, step))
-
-
-def half_recomputed(plan: StepPlan, what: int = LAYERS) -> StepPlan:
-    """The same, ``what`` of every second micro-batch recomputed: by place, or by number of those
-    that several replicas run together.
-    """
-    ranks = [
-        tuple(
-            dataclasses.replace(m, recomputed=(0 if (m.index if m.replicas else at) % 2 else what))
-            for at, m in enumerate(own)
-        )
-        for own in plan.micro_batches
-    ]
-    window_bytes = 1e5 if what == HOST else 0.0
-    return dataclasses.replace(plan, micro_batches=tuple(ranks), window_bytes=window_bytes)
-
-
-def divided(plan: StepPlan) -> StepPlan:
-    """The same, the keys and values of all slices divided over context-parallel ranks."""
-    ranks = [
-        tuple(dataclasses.replace(m, divided=m.slice is not None) for m in own)
-        for own in plan.micro_batches
-    ]
-    return dataclasses.replace(plan, micro_batches=tuple(ranks))
-
-
 def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any]]:
     """Sets a rank's parameters to its shards of ``state``; returns where they lie, and them."""
     import torch
@@ -155,7 +79,7 @@ def train(
     workload: Workload,
     initial: State,
     fault: Fault = contextlib.nullcontext,
-    plan_for: Callable[[Config, Workload, int, int], StepPlan] = scatter_for,
+    plan_for: PlanFor = scatter_for,
 ) -> RankRun:
     """Runs the workload's steps as the trainer does; gradients are taken unclipped.
 

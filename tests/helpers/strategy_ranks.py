@@ -59,8 +59,8 @@ def padded(config: Config, workload: Workload, num_ranks: int = 4) -> Config:
 
 def plan_for(run: Any, workload: Workload, step: int) -> StepPlan:
     """The next strategy each step; every third step all is run by the first replica."""
-    from megatron_wlb.planning.balance.assign import assign, step_plan
     from megatron_wlb.planning.balance.dispatch import StepDocuments
+    from megatron_wlb.strategies.plan.assigner import assign, step_plan
 
     documents = workload.steps[step]
     candidate = run.candidates[step % len(run.candidates)]
@@ -148,12 +148,10 @@ def run_step(runner: Any, plan: StepPlan, *, forward_only: bool = False) -> floa
     import torch
     import torch.distributed as dist
 
-    from megatron_wlb.runtime.stepping.step import forward_step
-
-    reports = runner.run_schedule(plan, forward_step, forward_only=forward_only)
+    reports = runner.run_schedule(plan, forward_only=forward_only)
     total = torch.zeros(1, dtype=torch.float64, device=runner.store.weights[0].device)
     for report in reports:
-        total += report
+        total += report[0]
     dist.all_reduce(total)
     return float(total) / plan.num_targets
 

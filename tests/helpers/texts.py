@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.build_corpus import build_corpus
 
 WORDS = ["ab", "cde", "fgh ", "the ", "sun ", "x. "]
 

@@ -100,7 +100,8 @@ def main() -> None:
     """Runs in that process and prints a :class:`CoreRun`."""
     from helpers.gloo import GlooPool
     from helpers.oracle import OracleRun, run_oracle
-    from helpers.ranks import scatter_for, sliced_for, train
+    from helpers.plans import scatter_for, sliced_for
+    from helpers.ranks import train
     from helpers.shards import differences
 
     fault = _stock_communicator if "stock" in sys.argv else _public_shapes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import trainer_runs
+import rank_runs
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     yield
-    while trainer_runs.RUNS:
-        run = trainer_runs.RUNS.pop()
+    while rank_runs.RUNS:
+        run = rank_runs.RUNS.pop()
         if run.poll() is None:
             run.kill()

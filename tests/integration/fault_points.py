@@ -24,7 +24,7 @@ POINTS = {
     # Where a fault strikes: functions of the program, of which a run calls one.
     "planning": (
         "megatron_wlb.planning.planner:Planner.next_plan",
-        "megatron_wlb.planning.balance.assign:StrategyPlanner.next_plan",
+        "megatron_wlb.strategies.plan.assigner:StrategyPlanner.next_plan",
     ),
     "forward": ("megatron_wlb.runtime.stepping.step:forward_step",),
     "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),

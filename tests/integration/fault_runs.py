@@ -25,7 +25,7 @@ from fault_points import Fault, prepare
 from helpers.strategy_ranks import strategies_file
 from helpers.texts import write_texts
 from megatron_lm_runs import BOTH, CP2, DP2, PP2, PP2_VPP2, TP2_SP, launch
-from trainer_runs import Finished, Flags, Run, finish, losses, tracked
+from rank_runs import Finished, Flags, Run, finish, losses, tracked
 
 NUM_STEPS = 6
 HANG_S = 15.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from trainer_runs import Finished, Flags, Run, read_metrics, start
+from rank_runs import Finished, Flags, Run, read_metrics, start
 
 from megatron_wlb.launch import STAND_IN
 from megatron_wlb.settings.command_line import megatron_flags

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from megatron_lm_runs import BOTH, DP2, launch
-from trainer_runs import Flags, finish, num_lines, read_metrics, tracked
+from rank_runs import Flags, finish, num_lines, read_metrics, tracked
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CheckpointError
@@ -86,6 +86,7 @@ def test_killed_run_trains_each_token_once(
     assert_each_token_once(run, int((run / "resumed").read_text()), corpus, capsys)
 
 
+@pytest.mark.long
 def test_killed_run_of_the_other_format_trains_each_token_once(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

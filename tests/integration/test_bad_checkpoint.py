@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from helpers.layouts import some_of
 from megatron_lm_runs import BOTH, PP2, launch
+from rank_runs import TRACKER, Flags, assert_refused, finish, losses
 from torch.distributed.checkpoint import FileSystemReader
-from trainer_runs import TRACKER, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving import checksums

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.layouts import further
 from megatron_lm_runs import BOTH, CP2, MEGATRON_LM, PP2, launch
-from trainer_runs import Finished, Flags, assert_refused, spawn, torchrun
+from rank_runs import Finished, Flags, assert_refused, spawn, torchrun
 
 from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.layouts import further
 from helpers.strategy_ranks import strategies_file
 from megatron_lm_runs import CP2, DP2, PP2, TP2_SP
-from trainer_runs import ROOT, Flags, command_line, start
+from rank_runs import ROOT, Flags, command_line, start
 
 from megatron_wlb.errors import PlanError
 
@@ -133,14 +133,13 @@ COST: Flags = {"wlb_cost": "cost.yaml"}
         ("layout", PP2),
         ("byte", PP2),
         ("plan", DP2),
-        ("numpy", DP2),
-        ("corpus", DP2),
         ("kernel", TP2_SP),
         *(further(*each) for each in [
-            ("seed", DP2), ("numpy", PP2), ("corpus", PP2), ("corpus", CP2), ("kernel", DP2),
-            ("hardware", CP2 | MACHINE), ("cost", SLIM | COST), ("byte", TP2_SP), ("byte", SLIM),
-            ("plan", CP2), ("plan", PP2), ("seed", STRATEGIES), ("numpy", STRATEGIES),
-            ("hardware", STRATEGIES), ("corpus", STRATEGIES), ("byte", STRATEGIES),
+            ("numpy", DP2), ("corpus", DP2), ("seed", DP2), ("numpy", PP2), ("corpus", PP2),
+            ("corpus", CP2), ("kernel", DP2), ("hardware", CP2 | MACHINE), ("cost", SLIM | COST),
+            ("byte", TP2_SP), ("byte", SLIM), ("plan", CP2), ("plan", PP2), ("seed", STRATEGIES),
+            ("numpy", STRATEGIES), ("hardware", STRATEGIES), ("corpus", STRATEGIES),
+            ("byte", STRATEGIES),
         ]),
     ],
     ids=str,

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from trainer_runs import ROOT, finish, spawn
+from rank_runs import ROOT, finish, spawn
 
 SLIM = ["--wlb-packing", "slim", "--wlb-slice-multiple", "8"]
 

@@ -32,14 +32,14 @@ def report(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one start leaves behind."""
     folder = tmp_path_factory.mktemp("report") / "gpu"
-    before = (PROJECT / "docs" / "gpu.md").read_text()
+    before = (PROJECT / "docs" / "results" / "gpu.md").read_text()
     # Limits are for GPUs: what a busy CPU takes is not the question.
     done = report("--tiny", "--out", str(folder), "--parts", ",".join(PARTS), "--limit", "800")
     assert done.returncode == 0, done.stdout + done.stderr
     for name in PARTS:
         log = folder / f"{name}.log"
         assert f"{name}: done after" in done.stdout, done.stdout + log.read_text()
-    assert (PROJECT / "docs" / "gpu.md").read_text() == before
+    assert (PROJECT / "docs" / "results" / "gpu.md").read_text() == before
     return folder
 
 
@@ -106,11 +106,11 @@ def test_report_goes_on_where_it_stopped_and_kills_what_overruns(out: Path, tmp_
         assert json.loads((tmp_path / f"{name}.json").read_text())["status"] == "cut off"
     assert (tmp_path / "gpu.md").read_text().count("killed at its limit of 0.2 s") == 2
     # Limits that no longer fit: nothing is started, and the page in the docs stays.
-    before = (PROJECT / "docs" / "gpu.md").read_text()
+    before = (PROJECT / "docs" / "results" / "gpu.md").read_text()
     none = report(*parts, "--out", str(tmp_path / "new"), "--minutes", "0.1")
     assert none.stdout.count("not started") == 2
     assert not list((tmp_path / "new").glob("*.json"))
-    assert (PROJECT / "docs" / "gpu.md").read_text() == before
+    assert (PROJECT / "docs" / "results" / "gpu.md").read_text() == before
 
 
 def test_wrong_figures_fail_the_command_and_are_told(tmp_path: Path) -> None:
@@ -137,14 +137,14 @@ def test_full_report_without_a_gpu_is_refused(tmp_path: Path) -> None:
 
 def test_page_in_the_docs_is_the_one_that_the_command_makes(tmp_path: Path) -> None:
     """Of the results beside it, with their notes."""
-    recorded = PROJECT / "docs" / "gpu-h100"
+    recorded = PROJECT / "docs" / "results" / "gpu-h100"
     done = report("--page", "--out", str(recorded), "--docs", str(tmp_path))
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "gpu.md").read_text()
-    assert page == (PROJECT / "docs" / "gpu.md").read_text()
+    assert page == (PROJECT / "docs" / "results" / "gpu.md").read_text()
     assert "Measured on: NVIDIA H100" in page and "## Beside the report" in page
     for picture in (tmp_path / "images").iterdir():
-        assert (PROJECT / "docs" / "images" / picture.name).exists()
+        assert (PROJECT / "docs" / "results" / "images" / picture.name).exists()
 
 
 def test_page_without_results_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_lm_runs import (
     logged,
     validations,
 )
-from trainer_runs import Flags, assert_refused, finish
+from rank_runs import Flags, assert_refused, finish
 
 from megatron_wlb.errors import CheckpointError
 

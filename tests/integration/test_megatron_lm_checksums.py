@@ -6,32 +6,32 @@ import os
 import shutil
 import signal
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.hostile import OWNED, make_hostile
 from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, PP2, launch
-from trainer_runs import TRACKER, Flags, assert_refused, finish, losses
+from rank_runs import TRACKER, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving import checksums
+from megatron_wlb.runtime.saving.state_file import NAME
 
 pytestmark = pytest.mark.launcher
 
 NUM_STEPS = 4
 REMEDY = f"write 2 into ck/{TRACKER}"
 RUNS: dict[str, tuple[Flags, list[str]]] = {
-    "pp2-torch_dist": (PP2, ["common.pt", "__0_0.distcp", ".metadata", "__1_1.distcp"]),
+    "pp2-torch_dist": (PP2, [NAME, "common.pt", "__0_0.distcp", ".metadata", "__1_1.distcp"]),
     "dp2-torch": (
         DP2 | {"ckpt_format": "torch", "bf16": True},
-        ["mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"],
+        [NAME, "mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"],
     ),
 }
-"""Settings, and kinds of files, of which the first that is there holds the planner's state: no
-``common.pt`` from Megatron-LM 0.19 on."""
+"""Settings, and kinds of files: no ``common.pt`` from Megatron-LM 0.19 on."""
 
 
 def flip(path: Path) -> None:
@@ -91,27 +91,29 @@ def test_every_file_is_verified_and_a_flipped_bit_is_one_line(
         shutil.rmtree(tmp_path / "ck")
 
 
-def change_the_planners_state(path: Path) -> None:
-    """In the file that holds it, with checksums of the file that fit."""
-    if path.suffix == ".distcp":
-        state = path.read_bytes()
-        at = state.index(b'"document": ') + len(b'"document": ')
-        path.write_bytes(state[:at] + bytes([state[at] ^ 1]) + state[at + 1 :])  # another digit
-        return
-    content = torch.load(path, weights_only=False)
-    content["megatron_wlb"] = content["megatron_wlb"].replace('"document": ', '"document": 1')
-    torch.save(content, path)
-
-
+@pytest.mark.parametrize("saved", ["pp2-torch_dist"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: path.unlink(), f"ck/iter_0000004 has no packing state ({NAME})"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), f"{NAME} has crc32"),
+        (lambda path: shutil.copy(path.parent.parent / "iter_0000002" / NAME, path),
+         f"{NAME} is of iteration 2"),
+    ],
+    ids=["missing", "cut", "of another iteration"],
+)  # fmt: skip
 def test_planners_state_is_verified_even_without_checksums_of_files(
-    saved: tuple[Path, Flags, list[str]], tmp_path: Path
+    change: Callable[[Path], object],
+    said: str,
+    saved: tuple[Path, Flags, list[str]],
+    tmp_path: Path,
 ) -> None:
-    folder, flags, kinds = saved
+    folder, flags, _ = saved
     shutil.copytree(folder / "ck", tmp_path / "ck")
-    change_the_planners_state(tmp_path / "ck" / "iter_0000004" / kinds[0])
+    change(tmp_path / "ck" / "iter_0000004" / NAME)
     finished = launch(tmp_path, 2, flags | {"wlb_no_checksums": True}).wait()
-    fragments = ["the planner's state has crc32", "expected", REMEDY]
-    assert_refused(finished, CheckpointError.exit_code, *fragments)
+    remedy = "--finetune" if "no packing" in said else REMEDY
+    assert_refused(finished, CheckpointError.exit_code, said, remedy)
 
 
 def test_checkpoint_that_lost_its_checksums(

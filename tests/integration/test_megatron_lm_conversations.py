@@ -20,7 +20,7 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
 )
-from trainer_runs import assert_refused, finish, losses, read_metrics
+from rank_runs import assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CheckpointError, CorpusError
@@ -122,9 +122,7 @@ def megatrons_own(folder: Path) -> None:
         np.save(folder / "own.npy", np.array(rows, dtype=object), allow_pickle=True)
         return right(blend, args, tokenizer)
 
-    from megatron_wlb.runtime.megatron_lm import session
-
-    session.with_conversations = both
+    sft.with_conversations = both
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -167,7 +165,7 @@ def with_other_tokenizers(folder: Path) -> None:
     """Has the corpora of tokenizers made that differ from the run's in one thing, and noted."""
     from tokenizers import models, normalizers
 
-    from megatron_wlb.runtime.megatron_lm import session, sft
+    from megatron_wlb.runtime.megatron_lm import sft
 
     right = sft.with_conversations
 
@@ -191,7 +189,7 @@ def with_other_tokenizers(folder: Path) -> None:
         (folder / "prefixes.json").write_text(json.dumps(prefixes))
         return right(blend, args, tokenizer)
 
-    session.with_conversations = all_of_them
+    sft.with_conversations = all_of_them
 
 
 def test_corpus_is_made_anew_for_another_tokenizer(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from megatron_lm_runs import BOTH, DP2, EXPERTS, launch
-from trainer_runs import Flags, finish, losses
+from rank_runs import Flags, finish, losses
 
 pytestmark = pytest.mark.launcher
 

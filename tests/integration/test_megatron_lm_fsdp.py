@@ -12,7 +12,7 @@ from megatron_lm_runs import (
     logged,
     validations,
 )
-from trainer_runs import Flags, assert_refused, finish, losses
+from rank_runs import Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import ConfigError
 

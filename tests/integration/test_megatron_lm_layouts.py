@@ -1,5 +1,8 @@
 """The launcher: every feature in layouts, against one process.
 
+What layers and layouts compute is in ``tests/distributed/test_oracle.py``, which is quicker. Here
+runs what the launcher has a way of its own for, and in the long form all of it.
+
 A layout goes on from the checkpoint that the process has saved, with its weights, its documents and
 its pool. Where the form of the optimizer's state differs, it starts from the same weights.
 """
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers.layouts import further
+from helpers.layouts import further, some_of
 from helpers.texts import write_texts
 from megatron_lm_runs import (
     BOTH,
@@ -35,7 +38,7 @@ from megatron_lm_runs import (
     logged,
     validations,
 )
-from trainer_runs import command_line, finish, losses, read_metrics
+from rank_runs import command_line, finish, losses, read_metrics
 
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.planning.from_config import known_cost, make_planner
@@ -100,10 +103,10 @@ CASES = [
     # A feature, processes, and a layout.
     ("hold", 2, PP2_VPP2),
     further("hold", 2, PP2),
-    ("hold", 2, TP2_SP | {"wlb_verify_shapes": True}),
+    further("hold", 2, TP2_SP | {"wlb_verify_shapes": True}),
     further("hold", 2, CP2),
     further("hold", 2, DP2),
-    ("hold", 8, PP2_CP2),
+    further("hold", 8, PP2_CP2),
     further("hold", 2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
     further("hold", 4, {
         "context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
@@ -129,31 +132,31 @@ CASES = [
         "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1,
     }),
     # As Megatron's own recipe has it: the first and the last chunk are without layers.
-    ("six-layers", 4, PP4 | {
+    further("six-layers", 4, PP4 | {
         "account_for_embedding_in_pipeline_split": True,
         "account_for_loss_in_pipeline_split": True, "num_virtual_stages_per_pipeline_rank": 2,
     }),
     ("six-layers", 2, PP2 | {"pipeline_model_parallel_layout": "Et*3|t||ttL"}),
-    ("windows", 2, CP2),
-    ("latents", 2, CP2 | UP_PROJECTED),
+    further("windows", 2, CP2),
+    further("latents", 2, CP2 | UP_PROJECTED),
     further("latents", 2, TP2_SP | SELECTIVE),
     ("prediction", 2, PP2 | {"pipeline_model_parallel_layout": "Et*3|tmmL"}),
-    ("prediction", 2, CP2),
+    further("prediction", 2, CP2),
     further("prediction", 2, DP2 | {"overlap_grad_reduce": True}),
     ("own-loss", 2, CP2),
     # Whole experts on ranks that divide all else.
-    ("experts", 2, TP2_SP | {"expert_tensor_parallel_size": 1}),
+    further("experts", 2, TP2_SP | {"expert_tensor_parallel_size": 1}),
     ("experts", 4, EP2 | PP2 | {"recompute_granularity": "selective", "recompute_modules": "moe"}),
-    ("experts-slices", 4, EP2 | PP2),
+    further("experts-slices", 4, EP2 | PP2),
     ("slices", 2, PP2_VPP2 | HOSTED),
     further("slices", 2, PP2_VPP2 | TIGHT),
     further("slices", 1, TIGHT),
     ("slices", 2, CP2 | {"wlb_slice_cache": "divided"}),
     further("slices", 4, PP2 | DP2 | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    ("windows-slices", 2, PP2),
-    ("latents-slices", 2, PP2),
-    ("own-loss-slices", 2, PP2),
-    ("six-layers-slices", 4, PP2 | {"decoder_last_pipeline_num_layers": 2}),
+    further("windows-slices", 2, PP2),
+    further("latents-slices", 2, PP2),
+    further("own-loss-slices", 2, PP2),
+    further("six-layers-slices", 4, PP2 | {"decoder_last_pipeline_num_layers": 2}),
     further("experts-slices", 4,
             EP2 | PP2 | TP2_SP | {"expert_tensor_parallel_size": 1} | RECOMPUTED),
 ]  # fmt: skip
@@ -219,7 +222,11 @@ def test_feature_in_a_layout_equals_one_process(
     assert ("random numbers (dropout) start anew" in found.output) == anew
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURES if name not in ("hold", "slices")])
+RUN_ALWAYS = {case[0] for case in CASES if isinstance(case, tuple) and isinstance(case[0], str)}
+OTHERS = [name for name in FEATURES if name not in ("hold", "slices")]
+
+
+@pytest.mark.parametrize("name", some_of(OTHERS, *RUN_ALWAYS))
 def test_feature_is_another_run(name: str, alone: Alone) -> None:
     """Negative control of the equalities above, and that documents wait."""
     (plain, _), (folder, _) = alone.run("hold"), alone.run(name)

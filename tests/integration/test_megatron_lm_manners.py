@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from megatron_lm_runs import BOTH, SCRIPT, launch, logged
-from trainer_runs import ROOT, Flags, assert_refused, finish, losses
+from rank_runs import ROOT, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.texts import write_texts
 from megatron_lm_runs import BOTH, CP2, Flags, assert_equal_steps, launch
-from trainer_runs import assert_refused, finish, losses
+from rank_runs import assert_refused, finish, losses
 
 from megatron_wlb.errors import ConfigError
 

@@ -17,7 +17,7 @@ from megatron_lm_runs import (
     logged,
     validations,
 )
-from trainer_runs import assert_refused, finish
+from rank_runs import assert_refused, finish
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.targets import write_targets

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from megatron_lm_runs import BOTH, PP2, PP2_VPP2, SCRIPT, Flags, launch, logged, validations
-from trainer_runs import finish
+from rank_runs import finish
 
 from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.source import MegatronSource

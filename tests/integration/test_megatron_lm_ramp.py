@@ -13,7 +13,7 @@ from megatron_lm_runs import (
     logged,
     validations,
 )
-from trainer_runs import Flags, assert_refused, finish, losses, read_metrics
+from rank_runs import Flags, assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.layouts import some_of
 from megatron_lm_runs import (
     BOTH,
@@ -25,10 +26,11 @@ from megatron_lm_runs import (
     launch,
     logged,
 )
-from trainer_runs import Flags, assert_refused, finish, losses, num_lines, tracked
+from rank_runs import TRACKER, Flags, assert_refused, finish, losses, num_lines, tracked
 
+from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CompatibilityError, ConfigError
-from megatron_wlb.runtime.saving.checksums import seal_state, unseal_state
+from megatron_wlb.runtime.saving import state_file
 
 pytestmark = pytest.mark.launcher
 
@@ -218,14 +220,49 @@ def test_resume_depends_on_the_saved_packing(
     """Negative control: what is compared above differs if the planner's state is another."""
     folder, flags = stopped
     shutil.copytree(folder / "ck", tmp_path / "ck")
-    path = tmp_path / "ck" / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)
-    state = unseal_state(content["megatron_wlb"])
+    checkpoint = tmp_path / "ck" / "iter_0000002"
+    state = state_file.state_of(checkpoint)
     assert waiting(state["planner"]), "no document waits: nothing to restore"
     tamper(state["planner"])
-    content["megatron_wlb"] = seal_state(state)
-    torch.save(content, path)
+    state_file.write(checkpoint, 2, state)
     flags = flags | {"wlb_metrics": "resumed", "wlb_no_checksums": True}
     finish(launch(tmp_path, 1, flags))
     expected = {step: loss for step, loss in losses(folder / "all").items() if step > 2}
     assert (losses(tmp_path / "resumed") == expected) == (tamper is nothing)
+
+
+def save_as_before() -> None:
+    """The planner's state goes inside Megatron's own files, as releases before saved it."""
+    from megatron_wlb.runtime.megatron_lm import saved_plans
+
+    states: list[dict[str, Any]] = []
+    state_file.write = lambda _folder, _iteration, state: states.append(state)
+    hooks = saved_plans.Hooks
+    generate = hooks.generate_state_dict
+
+    def generate_as_before(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = generate(self, *args, **kwargs)
+        if self._saving is not None:
+            state = json.dumps({"version": 1, **self.session.state(), "checksums": False})
+            found["megatron_wlb"] = f"crc32 {zlib.crc32(state.encode()):08x}\n{state}"
+        return found
+
+    hooks.generate_state_dict = generate_as_before  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_checkpoint_of_before_the_state_file_goes_on_to_the_bit_and_is_told_once(
+    ckpt_format: str, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = BOTH | DP2 | {"data_path": corpus, "train_iters": 4, "ckpt_format": ckpt_format}
+    flags |= {"bf16": True, "save": "ck", "save_interval": 2, "wlb_metrics": "plain"}
+    finish(launch(tmp_path, 2, flags | HELD, fault=save_as_before))
+    assert not [*tmp_path.rglob(state_file.NAME)]
+    assert main(["audit", str(tmp_path / "ck")]) == 0
+    capsys.readouterr()
+    (tmp_path / "ck" / TRACKER).write_text("2")
+    again: Flags = {"load": "ck", "wlb_metrics": "resumed", "wlb_packing": "auto"}
+    output = finish(launch(tmp_path, 2, flags | {"save": None} | again)).output
+    assert output.count("where the next release does not look") == 1
+    expected = {step: loss for step, loss in losses(tmp_path / "plain").items() if step > 2}
+    assert losses(tmp_path / "resumed") == expected and list(expected) == [3, 4]

@@ -16,7 +16,7 @@ from megatron_lm_runs import (
     assert_equal_steps,
     launch,
 )
-from trainer_runs import finish, losses
+from rank_runs import finish, losses
 
 from megatron_wlb.reading import shipped
 

@@ -28,7 +28,7 @@ from megatron_lm_runs import (
     logged,
     run_without_launcher,
 )
-from trainer_runs import finish
+from rank_runs import finish
 
 pytestmark = pytest.mark.launcher
 

@@ -22,7 +22,7 @@ from megatron_lm_runs import (
     run_without_launcher,
     validations,
 )
-from trainer_runs import finish, losses, read_metrics, start
+from rank_runs import finish, losses, read_metrics, start
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.measure_cost import main as measure_cost
@@ -83,17 +83,17 @@ MODELS: dict[str, tuple[Flags, tuple[str, ...]]] = {
 
 def other_strategy_each_step() -> None:
     """Lets each step have the strategy after the one before, and not the fastest one."""
-    from megatron_wlb.planning.balance import assign
     from megatron_wlb.planning.balance.dispatch import StepDocuments
+    from megatron_wlb.strategies.plan import assigner
 
-    plans = assign.StrategyPlanner.next_plan
+    plans = assigner.StrategyPlanner.next_plan
 
-    class OneOf(assign.Assigner):
+    class OneOf(assigner.Assigner):
         step = 0
 
-        def choose(self, lengths: Sequence[int]) -> assign.Assignment:
+        def choose(self, lengths: Sequence[int]) -> assigner.Assignment:
             candidate = self.candidates[self.step % len(self.candidates)]
-            chosen = assign.assign(StepDocuments(lengths), candidate)
+            chosen = assigner.assign(StepDocuments(lengths), candidate)
             assert chosen is not None
             return chosen
 
@@ -102,7 +102,7 @@ def other_strategy_each_step() -> None:
         planner.assigner.step = planner.step
         return plans(planner)
 
-    assign.StrategyPlanner.next_plan = next_plan  # type: ignore[method-assign]
+    assigner.StrategyPlanner.next_plan = next_plan  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.waits import recorded
 from megatron_lm_runs import BOTH, MEGATRON_LM, PP2, launched
-from trainer_runs import finish, start
+from rank_runs import finish, start
 
 pytestmark = pytest.mark.launcher
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, EXPERTS, PP2, launch, validations
-from trainer_runs import Flags, finish, losses, read_metrics
+from rank_runs import Flags, finish, losses, read_metrics
 
-from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.build_corpus import build_corpus
 
 pytestmark = pytest.mark.launcher
 
@@ -78,7 +78,7 @@ OVERLAPPED: Flags = DP2 | {"overlap_grad_reduce": True, "overlap_param_gather": 
     ("num_processes", "layout"),
     [
         further(2, OVERLAPPED),
-        (2, OVERLAPPED | EXPERTS | {"expert_model_parallel_size": 2}),
+        further(2, OVERLAPPED | EXPERTS | {"expert_model_parallel_size": 2}),
         (4, PP2 | {"wlb_verify_shapes": True}),
     ],
     ids=["dp2", "ep2", "pp2-dp2"],

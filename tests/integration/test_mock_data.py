@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from megatron_lm_runs import BOTH, LAYOUTS, launch, validations
-from trainer_runs import Flags, assert_refused, finish, losses
+from rank_runs import Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 

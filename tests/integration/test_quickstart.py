@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from _quickstart.recording import Recording
 from _quickstart.report import WORK
-from trainer_runs import Finished, assert_refused, spawn
+from rank_runs import Finished, assert_refused, spawn
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import ConfigError

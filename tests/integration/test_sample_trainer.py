@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_runs import finish, start
+from rank_runs import finish, start
 
 MODEL = {
     "wlb_device": "cpu", "wlb_hardware": "cpu", "num_layers": 2, "hidden_size": 32,

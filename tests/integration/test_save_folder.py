@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from megatron_lm_runs import BOTH, MEGATRON_LM, launch
-from trainer_runs import (
+from rank_runs import (
     Flags,
     assert_refused,
     finish,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from megatron_lm_runs import BOTH, MEGATRON_LM, PP2
-from trainer_runs import LAUNCHER, ROOT, command_line, losses, num_lines
+from rank_runs import LAUNCHER, ROOT, command_line, losses, num_lines
 
 SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt.sbatch"
 JOBS: list[subprocess.Popen[str]] = []

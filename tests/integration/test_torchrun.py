@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainer_runs import Finished, assert_refused, spawn
+from rank_runs import Finished, assert_refused, spawn
 
 from megatron_wlb.errors import ConfigError
 
@@ -19,7 +19,7 @@ def torchrun(folder: Path, script: str, program: str = "megatron_wlb.torchrun") 
 
 def test_an_error_under_our_torchrun_is_all_that_is_said_and_its_exit_code(tmp_path: Path) -> None:
     finished = torchrun(tmp_path, "nope.py")
-    assert_refused(finished, ConfigError.exit_code, "nope.py is no file", "give the path")
+    assert_refused(finished, ConfigError.exit_code, "nope.py is not a file", "give the path")
     assert finished.output.count("\n") == 1
 
 
@@ -27,7 +27,7 @@ def test_torchs_own_report_ends_with_the_error(tmp_path: Path) -> None:
     finished = torchrun(tmp_path, "nope.py", "torch.distributed.run")
     assert finished.code == 1
     *_, error, hint, _ = finished.output.strip().splitlines()
-    assert "error: nope.py is no file; give the path" in error
+    assert "error: nope.py is not a file; give the path" in error
     assert "`python -m megatron_wlb.torchrun` in its place leaves it out" in hint
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from trainer_runs import finish, start
+from rank_runs import finish, start
 
 pytestmark = pytest.mark.launcher
 

@@ -19,7 +19,7 @@ from megatron_lm_runs import (
     launch,
     validations,
 )
-from trainer_runs import finish, losses, read_metrics
+from rank_runs import finish, losses, read_metrics
 
 pytestmark = pytest.mark.launcher
 

@@ -18,8 +18,10 @@ def test_figures_that_are_nowhere_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     known[3]["figure"] += " and 77.5 %"
     known[4]["readme"] = "0.37"
     found = claims.wrong(known)
-    assert any(line.startswith("docs/quickstart.md has no ") for line in found)
-    assert any(line.startswith("77.5 is in no quote of docs/quickstart.md") for line in found)
+    assert any(line.startswith("docs/results/quickstart.md has no ") for line in found)
+    assert any(
+        line.startswith("77.5 is in no quote of docs/results/quickstart.md") for line in found
+    )
     assert "README.md has 0.81, which no claim has" in found
 
 

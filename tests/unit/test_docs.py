@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_imports import FLOORS
 
-from megatron_wlb.cli import scenario
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.main import COMMANDS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.settings.command_line import Parser, _flags_of, megatron_flags, parse_known
@@ -25,10 +25,10 @@ PAGES = {
     str(path.relative_to(PROJECT)): path.read_text(encoding="utf-8")
     for path in (
         *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "patches/README.md")),
-        *sorted(DOCS.glob("*.md")),
+        *sorted([*DOCS.glob("*.md"), *(DOCS / "results").glob("*.md")]),
     )
 }
-README_LINES = 120
+README_LINES, READERS_PAGES = 120, 20
 PLACES = ("megatron_wlb", "tests", "scripts", "configs", "docs", "patches")
 SETTINGS = {flag_of(name) for g in groups_of_settings().values() for name in g.__annotations__}
 OURS = {flag for flag in SETTINGS if flag.startswith("--wlb-")}
@@ -79,8 +79,8 @@ def command_parser(name: str) -> Parser:
 def scenario_flags() -> frozenset[str]:
     """Flags of model and layout, which scripts share with `wlb simulate`."""
     parser = Parser()
-    scenario.add_model(parser)
-    scenario.add_layout(parser)
+    inputs.add_model(parser)
+    inputs.add_layout(parser)
     return frozenset(itertools.chain.from_iterable(a.option_strings for a in parser._actions))
 
 
@@ -91,7 +91,7 @@ def check_words(words: list[str]) -> None:
         command_parser(words[1]).parse_args(words[2:])
     elif words[0].startswith("scripts/") and words[0].endswith(".py"):
         source = (PROJECT / words[0]).read_text(encoding="utf-8")
-        shared = scenario_flags() if "scenario.add_layout(" in source else ()
+        shared = scenario_flags() if "inputs.add_layout(" in source else ()
         for flag in (word for word in words if word.startswith("--")):
             assert re.search(rf'"{flag}[" ]', source) or flag in shared, flag
     elif "megatron_wlb.launch" in words:
@@ -114,15 +114,24 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(path.read_text(encoding="utf-8")), link
 
 
-def test_index_has_every_page() -> None:
-    assert {f"docs/{name}" for name in links(PAGES["docs/README.md"])} >= {
-        page for page in PAGES if page.startswith("docs/") and page != "docs/README.md"
-    }
+@pytest.mark.parametrize("folder", [DOCS, DOCS / "results"])
+def test_index_has_every_page(folder: Path) -> None:
+    index = f"{folder.relative_to(PROJECT)}/README.md"
+    pages = {path.name for path in folder.glob("*.md")} - {"README.md"}
+    assert {link.partition("#")[0] for link in links(PAGES[index])} >= pages
+
+
+def test_readers_pages_are_few_and_plain() -> None:
+    pages = {path: PAGES[str(path.relative_to(PROJECT))] for path in DOCS.glob("*.md")}
+    assert len(pages) - 1 <= READERS_PAGES, "with the index beside them"
+    for path, text in pages.items():
+        found = re.search("of which|by which|is none", " ".join(text.split()))
+        assert not found, f"{path.name}: {found}"
 
 
 def test_every_picture_is_shown() -> None:
     shown = {Path(link).name for text in PAGES.values() for link in links(text)}
-    assert {path.name for path in (DOCS / "images").iterdir()} <= shown
+    assert {path.name for path in DOCS.rglob("*.png")} <= shown
 
 
 @ALL_PAGES

@@ -7,10 +7,12 @@ import itertools
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.index import write_index
+from helpers.layouts import some_of
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.model_file import load_model
@@ -20,10 +22,10 @@ from megatron_wlb.planning.from_words import settings_of
 from megatron_wlb.planning.run import MEMORY_SHARE
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.recipe import read_recipe
-from megatron_wlb.simulator.forecast import Forecast, forecast
+from megatron_wlb.simulator.forecast import forecast
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
-PAGE = (FOLDER.parents[1] / "docs" / "recipes.md").read_text()
+PAGE = (FOLDER.parents[1] / "docs" / "results" / "recipes.md").read_text()
 TABLE_1 = {
     # Model-window: devices, (TP, CP, PP, DP).
     "550m-64k": (32, (2, 2, 4, 2)),
@@ -42,22 +44,25 @@ WITH_EXPERTS = {
     "mixtral-8x7b-128k-slim": (64, (2, 2, 4, 4, 8), 46.7),
     "deepseek-v3-128k-slim": (1024, (8, 2, 16, 4, 64), 681),
 }
+QUICK = WITH_EXPERTS.keys() - {"deepseek-v3-128k-slim"}
+"""Forecasts of slices of 61 layers on 1024 devices take as long as all others together."""
 BILLIONS = {"550m": 0.55, "7b": 6.74, "30b": 30, "70b": 70}
 H100_GIB = load_hardware("h100-sxm").memory_gib
 
 
 @cache
-def forecast_of(name: str, *extra: str) -> Forecast:
+def forecast_of(name: str, *extra: str) -> SimpleNamespace:
     recipe = read_recipe(FOLDER / f"{name}.yaml", {})
     arguments = [*recipe.arguments, *extra]
-    return forecast(settings_of(arguments), recipe.num_nodes * recipe.devices_per_node)
+    num_devices = recipe.num_nodes * recipe.devices_per_node
+    return SimpleNamespace(**forecast(settings_of(arguments), num_devices))
 
 
 def test_folder_has_the_rows_of_the_table() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == {*TABLE_1, *WITH_EXPERTS}
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", some_of(WITH_EXPERTS, *QUICK))
 def test_recipe_with_experts_is_its_model_and_fits(name: str) -> None:
     devices, layout, billions = WITH_EXPERTS[name]
     found = forecast_of(name)
@@ -65,29 +70,13 @@ def test_recipe_with_experts_is_its_model_and_fits(name: str) -> None:
     assert (found.num_devices, sizes) == (devices, layout)
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert found.window == 131072 < found.max_tokens <= found.fitting_tokens
-    assert found.state_gib < found.peak_gib <= found.limit_gib
+    assert found.state_gib < found.peak_gib <= found.most_gib <= found.limit_gib
     assert found.speedup > 1.2
     model, _, packing = name.partition("-128k")
     assert found.packing == (packing.removeprefix("-") or "hold")
     config = settings_of(read_recipe(FOLDER / f"{name}.yaml", {}).arguments)
     sizes_of_model = dataclasses.replace(load_model(model), vocab_size=32000)
     assert model_shape(config, 32000) == sizes_of_model
-
-
-@pytest.mark.parametrize("model", ["mixtral-8x7b-128k", "deepseek-v3-128k"])
-def test_slices_are_faster_with_experts_on_as_many_devices(model: str) -> None:
-    """By 1.31 and 1.53 times in simulation: whole documents must recompute every layer."""
-    whole, slices = forecast_of(model), forecast_of(f"{model}-slim")
-    assert slices.num_devices == whole.num_devices
-    assert slices.tokens_per_s > 1.25 * whole.tokens_per_s
-
-
-def test_uneven_routing_leaves_less_room_for_tokens() -> None:
-    even, uneven = (
-        forecast_of("mixtral-8x7b-128k", "--wlb-expert-imbalance", factor) for factor in ("1", "2")
-    )
-    assert uneven.fitting_tokens < even.fitting_tokens and uneven.peak_gib > even.peak_gib
-    assert uneven.step_ms == even.step_ms
 
 
 @pytest.mark.parametrize("name", TABLE_1)
@@ -100,10 +89,10 @@ def test_recipe_is_its_row_and_fits(name: str) -> None:
     assert found.vpp_size == 2  # "the interleaved 1F1B pipeline schedule"
     assert found.window == int(kilotokens[:-1]) * 1024
     # "The global batch size is set to PP_size × DP_size."
-    assert found.num_micro_batches == found.pp_size
+    assert found.micro_batches_a_rank == found.pp_size
     assert found.parameters / 1e9 == pytest.approx(BILLIONS[model], rel=0.02)
     assert 0.95 * H100_GIB * MEMORY_SHARE < found.limit_gib < H100_GIB * MEMORY_SHARE
-    assert found.state_gib < found.peak_gib <= found.limit_gib
+    assert found.state_gib < found.peak_gib <= found.most_gib <= found.limit_gib
     assert found.window < found.max_tokens <= found.fitting_tokens
     # Balanced steps are faster, and no device goes beyond its peak.
     assert 1.01 < found.speedup < 1.6
@@ -111,12 +100,12 @@ def test_recipe_is_its_row_and_fits(name: str) -> None:
     assert flops < devices * load_hardware("h100-sxm").peak_tflops * 1e12
 
 
-@pytest.mark.parametrize("name", [*TABLE_1, *WITH_EXPERTS])
+@pytest.mark.parametrize("name", some_of([*TABLE_1, *WITH_EXPERTS], *TABLE_1, *QUICK))
 def test_page_of_recipes_has_what_a_dry_run_predicts(name: str) -> None:
     found = forecast_of(name)
     (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
     gains = f"{found.speedup:.2f}× | {found.net_speedup:.2f}×"
-    assert row.endswith(f" | {found.peak_gib:.1f} GiB | {found.step_ms / 1e3:.2f} s | {gains} |")
+    assert row.endswith(f" | {found.most_gib:.1f} GiB | {found.step_ms / 1e3:.2f} s | {gains} |")
     assert row.count("|") == 9
 
 
@@ -130,22 +119,6 @@ def test_recipe_has_flags_of_megatron_and_ours_only(name: str) -> None:
     # What is saved is what a restart loads.
     values = dict(itertools.pairwise(arguments))
     assert values["--save"] == values["--load"] == "${CHECKPOINT_PATH}"
-
-
-def test_step_includes_the_reduction_of_gradients() -> None:
-    recipe = read_recipe(FOLDER / "7b-64k.yaml", {})
-    exposed = [argument for argument in recipe.arguments if argument != "--overlap-grad-reduce"]
-    hidden_ms = forecast_of("7b-64k").step_ms
-    assert hidden_ms < forecast(settings_of(exposed), 32).step_ms < 1.5 * hidden_ms
-
-
-def test_longer_windows_gain_more() -> None:
-    # As in the paper's Figure 12; at one model and layout.
-    assert forecast_of("7b-128k").speedup > forecast_of("7b-128k", "--seq-length", "65536").speedup
-
-
-def test_forecast_of_original_gains_nothing() -> None:
-    assert forecast_of("7b-64k", "--wlb-packing", "original").speedup == 1.0
 
 
 @pytest.mark.parametrize(
@@ -178,33 +151,13 @@ def test_what_cannot_run_is_refused(extra: list[str], message: str) -> None:
         forecast_of("7b-128k", *extra)
 
 
-def test_shaped_steps_are_forecast_as_shaped() -> None:
-    plain = [
-        "--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "2",
-        "--global-batch-size", "32",
-    ]  # fmt: skip
-    balanced, shaped = (
-        forecast_of("550m-64k", *plain, "--wlb-shape", value) for value in ("off", "on")
-    )
-    assert shaped.tokens_per_s > 1.01 * balanced.tokens_per_s
-    assert shaped.speedup / balanced.speedup == pytest.approx(
-        shaped.tokens_per_s / balanced.tokens_per_s
-    )
-
-
-def test_s_max_may_be_above_the_tokens_of_a_step() -> None:
-    short = ["--seq-length", "4096", "--max-position-embeddings", "4096"]
-    found = forecast_of("550m-64k", *short, "--wlb-max-tokens", "65536")
-    assert found.max_tokens == 65536 > found.fitting_tokens == 8 * 4096
-
-
 def test_memory_flag_makes_s_max_what_fits() -> None:
     recipe = list(read_recipe(FOLDER / "7b-128k.yaml", {}).arguments)
     at = recipe.index("--wlb-max-tokens")
     arguments = [*recipe[:at], *recipe[at + 2 :], "--wlb-memory-gib", "60"]
-    found = forecast(settings_of(arguments), 64)
+    found = SimpleNamespace(**forecast(settings_of(arguments), 64))
     assert found.max_tokens == found.fitting_tokens
-    assert 59.5 < found.peak_gib <= found.limit_gib == 60
+    assert 59.5 < found.most_gib <= found.limit_gib == 60
 
 
 def test_layers_per_virtual_stage_are_understood() -> None:
@@ -212,7 +165,8 @@ def test_layers_per_virtual_stage_are_understood() -> None:
     recipe = list(read_recipe(FOLDER / "7b-128k.yaml", {}).arguments)
     at = recipe.index(flag)
     other = [*recipe[:at], "--num-layers-per-virtual-pipeline-stage", "4", *recipe[at + 2 :]]
-    assert forecast(settings_of(other), 64) == forecast(settings_of(recipe), 64)
+    one, same = (forecast(settings_of(words), 64) for words in (other, recipe))
+    assert one | {"ms_per_step": 0} == same | {"ms_per_step": 0}
     with pytest.raises(ConfigError, match="is 3, which does not divide the 8 layers"):
         settings_of([*other, "--num-layers-per-virtual-pipeline-stage=3"])
 
@@ -276,7 +230,7 @@ def test_dry_run_is_of_the_corpora_that_are_there(dry_run) -> None:
     short, long, both = (
         dry_run(path, f"--data-path {words}") for words in ("short", "long", "0.5 short 0.5 long")
     )
-    assert [one["documents"] for one in (short, long, both)] == [
+    assert [one["lengths"] for one in (short, long, both)] == [
         "of short", "of long", "of short, long",
     ]  # fmt: skip
     # Equal documents are balanced already.
@@ -284,9 +238,9 @@ def test_dry_run_is_of_the_corpora_that_are_there(dry_run) -> None:
     assert long["speedup"] > 1.1
     assert short["tokens_per_s"] > long["tokens_per_s"]
     Path("long.bin").unlink()
-    drawn = dry_run(path, "--data-path short long")["documents"]
+    drawn = dry_run(path, "--data-path short long")["lengths"]
     assert drawn == "drawn from 'reference'; no corpus is at long"
-    drawn = dry_run(path)["documents"]  # a variable that is not set
+    drawn = dry_run(path)["lengths"]  # a variable that is not set
     assert drawn == "drawn from 'reference'; no corpus is at ${DATA_PATH}"
     Path("short.bin").write_bytes(b"")
     assert "short.idx" in dry_run(path, "--data-path short", status=3)
@@ -296,10 +250,10 @@ def test_dry_run_is_of_the_mock_data_that_the_run_makes_up(dry_run) -> None:
     Path("even.txt").write_text("2048\n" * 600)
     path = recipe_with("--data-path: ${DATA_PATH}", "--mock-data: true")
     found = dry_run(path)
-    assert found["documents"] == "of mock data (distribution reference)"
+    assert found["lengths"] == "of mock data (distribution reference)"
     assert found["speedup"] > 1.1
     found = dry_run(path, "--wlb-mock-lengths even.txt")
-    assert found["documents"] == "of mock data (even.txt)"
+    assert found["lengths"] == "of mock data (even.txt)"
     assert found["speedup"] == pytest.approx(1, abs=0.05)
     error = dry_run(path, "--data-path a", status=2)
     assert "--mock-data" in error and "leave one of them out" in error

@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import EllipsisType
 
 import pytest
 
 import megatron_wlb
+from megatron_wlb.extensions import EXTENSIONS, load
 
 PACKAGE = Path(megatron_wlb.__file__).parent
 PROJECT = PACKAGE.parent
@@ -21,8 +23,10 @@ MAX_LINES = 600
 MAY_IMPORT_MEGATRON = ("runtime", "strategies.run", "pretrain_gpt", "launch")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
+FORMER_PATHS = ("verl", "slime", "packing_scheduler")
+"""Of adapters; users' own scripts name them."""
 FLOORS = (
-    ("errors", "interrupts", "files", "reading"),
+    ("errors", "interrupts", "files", "reading", "extensions"),
     ("settings",),
     ("cost",),
     ("plan", "data"),
@@ -32,16 +36,16 @@ FLOORS = (
 )
 """From the ground up. Each imports from those before it alone, on its own floor too. Programs stand
 beside ``cli``, and the scripts above."""
-LAYERS = tuple(layer for floor in FLOORS for layer in floor)
+LAYERS = (*(layer for floor in FLOORS for layer in floor), *FORMER_PATHS)
 INSIDE = {
     "cost": ("schedule", ...),
-    "plan": ("sharding", "replicas", "target_runs"),
+    "plan": ("sharding", "target_runs"),
     "planning": ("greedy", "packing", "planner", ..., "ledger"),
     "runtime": (
         "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
         "rank_main", "measuring", "trainer", "megatron_lm",
     ),
-    "strategies": ("plan", "run", "strategy_search", "plan_strategies"),
+    "strategies": ("plan", "run", "strategy_search", "plan_strategies", "entry"),
 }  # fmt: skip
 """The order inside a folder. The dots are all that it does not name."""
 PLANNING = (*LAYERS[: LAYERS.index("runtime")], "strategies.plan")
@@ -69,12 +73,12 @@ PLANNING_MODULES = [module for module in MODULES if belongs(module, PLANNING)]
 
 def imported(path: Path) -> set[str]:
     """Top-level packages that a file imports, inside functions too."""
-    return set(_imported(ast.parse(path.read_text()), into_functions=True))
+    return set(_imported(parsed(path), into_functions=True))
 
 
 def imported_at_once(path: Path) -> set[str]:
     """Top-level packages that importing a file imports: not those inside functions."""
-    return set(_imported(ast.parse(path.read_text()), into_functions=False))
+    return set(_imported(parsed(path), into_functions=False))
 
 
 def _imported(node: ast.AST, into_functions: bool) -> Iterator[str]:
@@ -92,10 +96,16 @@ def _imported(node: ast.AST, into_functions: bool) -> Iterator[str]:
         yield from _imported(child, into_functions)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def of_project(path: Path) -> set[str]:
     """Modules of the project that a file imports, inside functions too, below ``megatron_wlb``."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_wlb"):
             base = str(node.module).removeprefix("megatron_wlb").lstrip(".")
             for alias in node.names:
@@ -126,12 +136,28 @@ def wrong_directions(order: Sequence[str | EllipsisType], folder: str = "") -> l
 
 
 def test_each_imports_from_what_stands_before_it() -> None:
-    assert [one for one in wrong_directions(LAYERS) if " imports strategies" not in one] == []
+    assert wrong_directions(LAYERS) == []
     assert {folder: wrong_directions(order, folder) for folder, order in INSIDE.items()} == {
         folder: [] for folder in INSIDE
     }
     backwards = wrong_directions(INSIDE["planning"][::-1], "planning")
     assert "planning.planner imports planning.packing" in backwards, "the test sees imports"
+
+
+def test_core_imports_neither_strategies_nor_adapters() -> None:
+    """Not inside functions either; :mod:`megatron_wlb.extensions` names them."""
+    outside = ("strategies", "adapters", *FORMER_PATHS)
+    core = [module for module in MODULES if not belongs(module, outside)]
+    found = {m: {o for o in of_project(MODULES[m]) if belongs(o, outside)} for m in core}
+    assert {module: others for module, others in found.items() if others} == {}
+    assert any(
+        belongs(other, ("strategies",)) for other in of_project(MODULES["strategies.run.runner"])
+    )
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_extensions_are_where_the_table_says(name: str) -> None:
+    assert callable(load(name))
 
 
 def test_house_has_few_floors_and_folders() -> None:
@@ -220,7 +246,7 @@ def test_planning_code_loads_neither_torch_nor_megatron() -> None:
 def test_module_says_what_it_is(module: str) -> None:
     if any(part.startswith("_") for part in module.split(".")):
         return
-    assert ast.get_docstring(ast.parse(MODULES[module].read_text())), MODULES[module]
+    assert ast.get_docstring(parsed(MODULES[module])), MODULES[module]
 
 
 def test_files_stay_one_idea_long() -> None:

@@ -68,7 +68,7 @@ def test_missing_script_is_one_line(tmp_path: Path) -> None:
     failed = launch(tmp_path / "no.py", "--wlb-packing", "hold")
     assert failed.returncode == ConfigError.exit_code
     assert failed.stderr.startswith("error: ")
-    assert "no.py is no file" in failed.stderr
+    assert "no.py is not a file" in failed.stderr
     assert failed.stderr.count("\n") == 1
 
 

@@ -1,12 +1,11 @@
-import json
 from dataclasses import replace
 
 import pytest
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.plan.replicas import Cluster, Strategy
 from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
 
 LONG = Document(corpus=1, number=7, offset=0, length=10, ends=True, epoch=2, arrival=5, step=3)
 SHORT = Document(corpus=0, number=2, offset=0, length=4, ends=False, epoch=2, arrival=6, step=4)
@@ -30,26 +29,6 @@ def test_document_cut_keeps_tokens_and_labels():
     assert tail.cut(1, 4)[1].offset == 7
 
 
-def test_document_survives_its_list_form():
-    for document in (LONG, SHORT):
-        assert Document.from_list(json.loads(json.dumps(document))) == document
-
-
-def test_span_has_no_target_only_at_the_stored_end():
-    assert Span(LONG, 0, 10).num_targets == 9
-    assert Span(LONG, 2, 6).num_targets == Span(LONG, 2, 6).length == 4
-    assert Span(LONG, 6, 10).num_targets == 3
-    assert Span(SHORT, 0, 4).num_targets == 4
-
-
-def test_micro_batch_padding_is_a_segment_of_its_own():
-    padded = micro_batch(0, LONG, SHORT)
-    assert (padded.length, padded.lengths, padded.num_targets) == (14, (10, 4, 2), 13)
-    assert micro_batch(0, LONG, SHORT, padded=14).lengths == (10, 4)
-    empty = micro_batch(0, padded=8)
-    assert (empty.length, empty.lengths, empty.num_targets) == (0, (8,), 0)
-
-
 def test_step_plan_sums_over_ranks():
     plan = step_plan(
         [micro_batch(0, LONG, us=9.0), micro_batch(2, us=1.0)],
@@ -60,17 +39,6 @@ def test_step_plan_sums_over_ranks():
     assert (plan.num_tokens, plan.padding_tokens, plan.num_targets) == (14, 50, 13)
     assert plan.imbalance == pytest.approx(9 * 4 / 14)
     assert plan.delay_steps == pytest.approx((10 * 2 + 4 * 1) / 14)
-
-
-def test_step_plan_counts_shardings():
-    hybrid = replace(micro_batch(1, SHORT), sharding=Sharding("hybrid", 3))
-    plan = step_plan([micro_batch(0, LONG), hybrid], [micro_batch(2, SHORT), micro_batch(3)])
-    assert plan.shardings == {"per-sequence": 3, "hybrid": 1}
-
-
-def test_step_plan_without_documents_is_defined():
-    plan = step_plan([micro_batch(0, us=0.0)])
-    assert (plan.imbalance, plan.delay_steps, plan.num_targets) == (1.0, 0.0, 0)
 
 
 def test_digest_changes_with_whatever_ranks_must_agree_on():

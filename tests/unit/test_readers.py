@@ -43,7 +43,7 @@ NAMES = (
     "flags", "settings", "texts", "recipe", "model", "hardware", "cost", "strategies", "index",
     "conversations", "masks", "note", "lengths", "array", "sources", "packed", "tokenizer",
     "ledger", "state",
-    "checkpoint", "metadata", "tracker", "checksums", "lock", "metrics", "recording", "results",
+    "checkpoint", "tracker", "checksums", "lock", "metrics", "recording", "results",
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def test_whole_number_is_whole_and_within_its_limits(value: object) -> None:
         ("a: !!int foo", "foo"),
         ("a: !!bool foo", "foo"),
         ("a: " + "[" * 999, "nested too deep"),
-        ("1: a", "the name 1 is no text"),
+        ("1: a", "the name 1 is not a text"),
         ("- a", "expected names and values"),
         ("a: &a [*a]", "nested too deep"),
         ("a: " + "9" * 400, "hundreds of digits"),

@@ -66,12 +66,6 @@ def test_a_run_fails_that_runs_too_few_tests_of_a_tier_or_skips_one(
     assert f"{'ERROR: ' if ran < least or skips else ''}{said}" in done.stdout.splitlines()[-2]
 
 
-def test_an_unknown_tier_is_an_error() -> None:
-    done = run_pytest("--must-run", "launchers:3")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "launchers:3 is no TIER:NUMBER; the tiers are unit, distributed, " in done.stderr
-
-
 def test_a_path_without_a_checkout_is_an_error(tmp_path: Path) -> None:
     done = run_pytest("tests/unit/test_tiers.py", MEGATRON_LM_PATH=str(tmp_path))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
@@ -133,15 +127,6 @@ def shell(folder: Path, command: str, **environment: str) -> subprocess.Complete
     )  # fmt: skip
 
 
-def test_an_older_python_is_told_apart(tmp_path: Path) -> None:
-    version = sys.version.partition(" ")[0]
-    fit, too_old = (
-        shell(tmp_path, f"{demand}_version {sys.executable}") for demand in ("", "OLDEST=99; ")
-    )
-    assert (fit.stdout, fit.returncode) == (f"{version}\n", 0)
-    assert (too_old.stdout, too_old.returncode) == (f"{version}, too old\n", 3)
-
-
 def found_python(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return shell(folder, "_find_python", **environment)
 
@@ -177,17 +162,3 @@ def test_without_a_fit_python_the_error_says_what_was_found(tmp_path: Path) -> N
             f"error: needs Python 3.12 or newer with venv and ensurepip; found: {said}. Get one "
             f"with {remedies}, or name one with PYTHON=/path/to/python3.\n"
         )
-
-
-@pytest.mark.parametrize("version", ["3.11.9", "3.12.4"])
-def test_an_environment_of_an_older_python_is_made_anew(version: str, tmp_path: Path) -> None:
-    environment = tmp_path / ".venv"
-    interpreter(environment / "bin", version, "python")
-    (environment / "setup.stamp").write_text(f"{ROOT} {version}\nother pins\n")
-    interpreter(tmp_path / "bin", "3.12.4", "python3.12")
-    done = shell(
-        tmp_path, "_install() { :; }; _set_up", PATH=f"{tmp_path}/bin:{os.environ['PATH']}",
-        ROOT=str(ROOT), SETUP_LOG=f"{environment}/log", SETUP_STAMP=f"{environment}/setup.stamp",
-    )  # fmt: skip
-    anew = f"Setting up {environment} with Python 3.12.4 ({tmp_path}/bin/python3.12)\n"
-    assert done.stderr == (anew if version == "3.11.9" else f"Updating {environment}\n")

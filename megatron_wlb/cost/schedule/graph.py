@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost.schedule.hosting import Clock, Copies
+from megatron_wlb.cost.schedule.hosting import Copies, CopyClock
 from megatron_wlb.cost.schedule.order import Action, dataflow, schedule, sizes
 from megatron_wlb.errors import PlanError
 
@@ -240,7 +240,7 @@ class Graph:
         start, stop = np.zeros_like(durations), np.zeros_like(durations)
         first, second = self._first, self._second
         meets = self._actions_of(stages) if together > 1 else None
-        clocks = [(at, Clock(own)) for at, own in enumerate(given) if own]
+        clocks = [(at, CopyClock(own)) for at, own in enumerate(given) if own]
         for a, b in self._levels:
             ready = stop[second[a:b]]
             ready += gaps[a:b]
@@ -268,7 +268,7 @@ class Graph:
     ) -> tuple[Floats, Floats]:
         """Starts and stops of one alternative."""
         starts, stops = [0.0], [0.0]
-        clock, copied = (Clock(copies), copies.steps) if copies else (None, {})
+        clock, copied = (CopyClock(copies), copies.steps) if copies else (None, {})
         timed = zip(self._steps, gaps[1:].tolist(), durations[1:].tolist(), strict=True)
         for node, ((one, other), gap, duration) in enumerate(timed, 1):
             start_us, ready_us = stops[one], stops[other] + gap

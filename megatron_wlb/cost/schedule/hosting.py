@@ -113,7 +113,7 @@ def held_amounts(
     return np.array(held)
 
 
-class _Step(NamedTuple):
+class _CopyPoint(NamedTuple):
     """An action before or behind which something is copied."""
 
     rank: int
@@ -141,7 +141,7 @@ class Copies:
         hosted: Sequence[bool],
         window_us: float,
     ) -> None:
-        self.steps: dict[int, _Step] = {}
+        self.steps: dict[int, _CopyPoint] = {}
         """By node."""
         self._pp_size, self._times_us = len(order), times_us
         for rank, (actions, own) in enumerate(zip(order, numbers, strict=True)):
@@ -151,14 +151,14 @@ class Copies:
                 if is_hosted:
                     window.behind(action, self.time_us(rank, (action.chunk, action.micro_batch)))
                 if is_hosted or any(moves):
-                    self.steps[node] = _Step(rank, moves, action, is_hosted)
+                    self.steps[node] = _CopyPoint(rank, moves, action, is_hosted)
 
     def time_us(self, rank: int, one: Pass) -> float:
         chunk, micro_batch = one
         return float(self._times_us[chunk * self._pp_size + rank, micro_batch])
 
 
-class Clock:
+class CopyClock:
     """When copies end, as a step is replayed action by action, each rank's in its order."""
 
     def __init__(self, copies: Copies) -> None:

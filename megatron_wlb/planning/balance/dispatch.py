@@ -1,6 +1,9 @@
-"""The first stage of assigning documents: which replica of a strategy runs which (Hydraulis §6.2).
+"""The first stage of assigning documents: which replica runs which (Hydraulis §6.2).
 
-Departures from the paper's Algorithm 1 are in :mod:`megatron_wlb.planning.balance.assign`.
+Departures from the paper's Algorithm 1: documents are dispatched the longest first, in two ways of
+which the better one is kept, and then moved and swapped, instead of in 100 random orders. It keeps
+the first of equal choices; here ties go to the replica that is done first, so that a slow replica
+does not hide bad choices on the others.
 
 Legend: ``B`` documents of a step, numbered in descending order of length.
 """
@@ -8,9 +11,7 @@ Legend: ``B`` documents of a step, numbered in descending order of length.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from heapq import heapreplace
 from typing import Any, TypeAlias
 
@@ -18,11 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.graph import Floats
-from megatron_wlb.plan.replicas import Scheme, Strategy
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
 
 Numbers: TypeAlias = list[list[int]]
 """Numbers of documents, a list for each replica or micro-batch."""
+Groups: TypeAlias = Sequence[tuple[ReplicaCosts, Sequence[int]]]
+"""Replicas that are alike: what they cost, and their numbers; those for the longest documents
+first."""
 
 MOST_HALVINGS = 6
 """How often the time to which replicas are filled is searched for."""
@@ -34,33 +37,6 @@ ESTIMATED = 0.03
 """By how much, as a share, the estimate of a replica's time is above the simulated one at most."""
 WORTH = 0.002
 """A share of the step's time that is not worth another try."""
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A strategy that a run may choose, with what its replicas cost."""
-
-    strategy: Strategy
-    costs: Mapping[tuple[Scheme, int], ReplicaCosts]
-    """What each kind of replica that it has costs."""
-    fixed_us: float = 0.0
-    """Time of its steps besides forwards and backwards: update, and exchange of parameters where no
-    pass runs beside it."""
-    pull_us: tuple[float, ...] = ()
-    """Time in which each replica's weights come, where passes run beside that; else none."""
-    push_us: tuple[float, ...] = ()
-    """Time in which each replica's gradients go."""
-
-    @cached_property
-    def groups(self) -> list[tuple[ReplicaCosts, tuple[int, ...]]]:
-        """Replicas that are alike, those for the longest documents first."""
-        return [(self.costs[kind], numbers) for kind, numbers in self.strategy.kinds.items()]
-
-    def exchange_us(self, numbers: Sequence[int]) -> Floats:
-        """``[2, numbers]``: what weights and gradients of some replicas take beside passes."""
-        if not self.pull_us:
-            return np.zeros((2, len(numbers)))
-        return np.array([self.pull_us, self.push_us])[:, numbers]
 
 
 class StepDocuments:
@@ -103,14 +79,13 @@ class StepDocuments:
         return int(np.searchsorted(-self.lengths, -costs.max_tokens))
 
 
-def lower_bound_us(step: StepDocuments, candidate: Candidate) -> float:
+def lower_bound_us(step: StepDocuments, groups: Groups) -> float:
     """Less than any assignment takes: the longest document alone; and documents that only some
     replicas take, spread evenly over the ranks of these as if each ran where it takes least of
     their time.
     """
     if not step.sizes:
         return 0.0
-    groups = candidate.groups
     alone_us, bound_us, num = math.inf, 0.0, 0
     least_us = np.full(len(step.sizes), math.inf)
     for number, (costs, members) in enumerate(groups):
@@ -130,7 +105,7 @@ def lower_bound_us(step: StepDocuments, candidate: Candidate) -> float:
     return max(bound_us, alone_us)
 
 
-def dispatch(step: StepDocuments, candidate: Candidate, limit_us: float) -> Numbers | None:
+def dispatch(step: StepDocuments, groups: Groups, limit_us: float) -> Numbers | None:
     """Documents of each replica, by the estimate of its time (Equation 2).
 
     Either each document goes where it is done first, or replica after replica is filled with the
@@ -139,38 +114,37 @@ def dispatch(step: StepDocuments, candidate: Candidate, limit_us: float) -> Numb
     made for its length. None where the estimate is so far above the limit that packing cannot make
     up for it.
     """
-    documents, loads_us = _spread(step, candidate)
+    documents, loads_us = _spread(step, groups)
     likely_us = limit_us * (1 + ESTIMATED)
-    if any(costs.warm_up for costs, _ in candidate.groups) or len(candidate.groups) > 1:
-        least_us, most_us = lower_bound_us(step, candidate), max(loads_us)
-        if most_us > likely_us and _filled(step, candidate, likely_us) is None:
+    if any(costs.warm_up for costs, _ in groups) or len(groups) > 1:
+        least_us, most_us = lower_bound_us(step, groups), max(loads_us)
+        if most_us > likely_us and _filled(step, groups, likely_us) is None:
             return None
         for _ in range(MOST_HALVINGS):
             if most_us - least_us <= WORTH * most_us:
                 break
             limit_us = (least_us + most_us) / 2
-            filled = _filled(step, candidate, limit_us)
+            filled = _filled(step, groups, limit_us)
             if filled is None:
                 least_us = limit_us
             else:
                 documents, most_us = filled, limit_us
-                group_of = {n: costs for costs, members in candidate.groups for n in members}
+                group_of = {n: costs for costs, members in groups for n in members}
                 loads_us = [_estimate_us(step, group_of[n], own) for n, own in enumerate(documents)]
-    _improve(step, candidate, documents, loads_us)
+    _improve(step, groups, documents, loads_us)
     return documents
 
 
-def _spread(step: StepDocuments, candidate: Candidate) -> tuple[Numbers, list[float]]:
+def _spread(step: StepDocuments, groups: Groups) -> tuple[Numbers, list[float]]:
     """Each document in turn goes where it would be done first; and when all are done.
 
     The first one of an empty replica is its longest, and counts (PP - 1) / VPP times more.
     """
-    groups = candidate.groups
     heaps = [[(0.0, number) for number in members] for _, members in groups]
     times = [step.us(costs).tolist() for costs, _ in groups]
     firsts = [step.first(costs) for costs, _ in groups]
     warm_ups = [costs.warm_up for costs, _ in groups]
-    documents: Numbers = [[] for _ in candidate.strategy.replicas]
+    documents: Numbers = [[] for _, members in groups for _ in members]
     num = 0
     for at in range(len(step.sizes)):
         while num < len(groups) and firsts[num] <= at:
@@ -192,14 +166,14 @@ def _spread(step: StepDocuments, candidate: Candidate) -> tuple[Numbers, list[fl
     return documents, loads_us
 
 
-def _filled(step: StepDocuments, candidate: Candidate, limit_us: float) -> Numbers | None:
+def _filled(step: StepDocuments, groups: Groups, limit_us: float) -> Numbers | None:
     """Fills one replica after the other up to a time; None where documents are left over.
 
     Each takes the longest that are left, one after another, and then shorter ones that still fit.
     """
-    documents: Numbers = [[] for _ in candidate.strategy.replicas]
+    documents: Numbers = [[] for _, members in groups for _ in members]
     left = np.arange(len(step.sizes))
-    for costs, members in candidate.groups:
+    for costs, members in groups:
         us, warm_up = step.us(costs), costs.warm_up
         for number in members:
             if not len(left):
@@ -225,11 +199,11 @@ def _filled(step: StepDocuments, candidate: Candidate, limit_us: float) -> Numbe
 
 
 def _improve(
-    step: StepDocuments, candidate: Candidate, documents: Numbers, loads_us: list[float]
+    step: StepDocuments, groups: Groups, documents: Numbers, loads_us: list[float]
 ) -> None:
     """Moves documents off the slowest replica, or swaps them, for as long as that helps."""
-    group_of = {n: costs for costs, members in candidate.groups for n in members}
-    kinds = [members for _, members in candidate.groups]
+    group_of = {n: costs for costs, members in groups for n in members}
+    kinds = [members for _, members in groups]
     for _ in range(MOST_MOVES):
         slowest = max(range(len(loads_us)), key=lambda n: (loads_us[n], -n))
         limit_us = loads_us[slowest] * (1 - WORTH)

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from megatron_wlb.cost import Parallelism
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.schedule.graph import graph_of
+from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.planning.balance.assign import numbers_to_try, replica_us
 from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
 from megatron_wlb.planning.packing import check_numbers
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.planner import Shaping, deal
@@ -62,6 +64,33 @@ class NumberChooser:
         self._costs, self._dp_size, self._max_tokens = costs, dp_size, max_tokens
         self._experts = experts
         self._in_stream_order, self._then = in_stream_order, then
+
+    @classmethod
+    def of(
+        cls,
+        costs: StepCosts,
+        layout: Parallelism,
+        *,
+        num_micro_batches: int,
+        max_tokens: int,
+        mean_tokens: int,
+        length_multiple: int,
+        memory: MemoryLimit | None,
+        **more: Any,
+    ) -> NumberChooser:
+        """The chooser of a run whose ranks have ``num_micro_batches`` of ``mean_tokens`` each by
+        its batch size, and S_max ``max_tokens``.
+        """
+        p = layout
+        replica = ReplicaCosts(
+            Scheme(p.tp_size, p.cp_size, p.pp_size, p.vpp_size),
+            max_tokens,
+            costs,
+            min(LEAST_TOKENS * p.tp_size * p.cp_size, mean_tokens),
+            group_size=p.group_size,
+        )
+        held = max_tokens_by_number(p, memory, num_micro_batches, max_tokens, length_multiple)
+        return cls(replica, p.dp_size, max_tokens=held, **more)
 
     def shape(self, ranks: Sequence[Sequence[Sequence[Document]]]) -> list[list[list[Document]]]:
         """Deals the same documents anew, or leaves them where that is not faster."""

@@ -1,29 +1,96 @@
-"""What one replica of a scheme costs: its stages' times, its transfers, how much it holds."""
+"""One replica: how it is divided, and what it costs in times of stages, transfers and memory."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from megatron_wlb.cost import Cost
-from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
-from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
-from megatron_wlb.cost.table import ProfiledCost
+from megatron_wlb.cost.shape import Parallelism
+from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span, Units
-from megatron_wlb.plan.replicas import Scheme
+from megatron_wlb.plan.sharding.layout import length_multiple
+from megatron_wlb.reading import MOST_DEVICES, shown, whole_number
 
 LEAST_TOKENS = 1024
 """Tokens of a micro-batch on each TP × CP rank below which kernels are too small (UtilLen of
 Appendix C). Assumed, where no cost was measured: the paper prints a picture alone."""
-SHORT_TOKENS = 256
-UTILIZED = 0.9
-"""The share of the most tokens a second from which on micro-batches are long enough."""
+SLICED = "sliced"
+SIZES = "tp", "cp", "pp", "vpp"
+_SIZE = re.compile(r"(tp|cp|vpp|pp)(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one replica is divided over its ranks. Raises :class:`ConfigError` for a size below 1,
+    or virtual stages or slices without a pipeline.
+    """
+
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    vpp_size: int = 1
+    sliced: bool = False
+    """Whether its documents run in slices where they are long, and not whole."""
+
+    def __post_init__(self) -> None:
+        for name, size in zip(SIZES, self.sizes, strict=True):
+            whole_number(f"scheme: {name}_size", size, 1, MOST_DEVICES)
+        alone = {f"VPP {self.vpp_size}": self.vpp_size > 1, SLICED: self.sliced}
+        for what, is_given in alone.items():
+            if is_given and self.pp_size == 1:
+                raise ConfigError(
+                    f"scheme {self}: {what} is for a pipeline, but PP is 1; use more or none"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.cp_size * self.pp_size
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The layout of one such replica alone."""
+        sizes = self.tp_size, self.cp_size, self.pp_size, self.vpp_size
+        return Parallelism(*sizes, sequence_parallel=self.tp_size > 1)
+
+    def expert_sizes(self, ep_size: int, etp_size: int | None) -> tuple[int, int]:
+        """EP and expert TP: no more than asked for, and what divides the ranks of a stage, so that
+        tokens stay in the replica. ``etp_size`` is that of TP if not given.
+        """
+        ranks = self.tp_size * self.cp_size
+        etp = self.tp_size if etp_size is None else math.gcd(etp_size, ranks)
+        return math.gcd(ep_size, ranks // etp), etp
+
+    @property
+    def length_multiple(self) -> int:
+        """What a micro-batch's padded length is a multiple of."""
+        return length_multiple(self.tp_size, self.cp_size, self.tp_size > 1)
+
+    def __str__(self) -> str:
+        sizes = zip(SIZES, self.sizes, strict=True)
+        said = "".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+        return said + SLICED * self.sliced
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.tp_size, self.cp_size, self.pp_size, self.vpp_size
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """Reads what ``str`` writes. Raises :class:`ConfigError` for anything else."""
+        sizes = text.removesuffix(SLICED)
+        pairs = _SIZE.findall(sizes)
+        given = {f"{name}_size": int(size) for name, size in pairs}
+        if not pairs or len(given) < len(pairs) or "".join(map("".join, pairs)) != sizes:
+            raise ConfigError(f"{shown(text)} is no scheme; give each size once, such as tp4cp2pp2")
+        return cls(**given, sliced=sizes != text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,44 +180,3 @@ class ReplicaCosts:
         times_us = self.costs.stages.times_us([[]]).sum(axis=0)
         by_rank = times_us.reshape(self.scheme.vpp_size, self.scheme.pp_size).sum(axis=0)
         return float(by_rank.max())
-
-
-def replica_costs(
-    model: AnalyticModel, memory: MemoryModel, limit_bytes: float, measured: Cost | None = None
-) -> ReplicaCosts:
-    """Costs of one replica alone, modelled; both models' layout is its scheme, with DP 1.
-    ``measured`` is the time of documents in that TP and CP, if it is known.
-
-    Raises :class:`ConfigError` where the layout does not divide the model, or memory does not hold
-    the shortest micro-batch.
-    """
-    p = model.parallelism
-    scheme = Scheme(p.tp_size, p.cp_size, p.pp_size, p.vpp_size)
-    whole, multiple = analytic_costs(model, memory), scheme.length_multiple
-    # Twice as many as are in flight at once: longer steps only repeat that.
-    max_tokens = memory.max_tokens(limit_bytes, 2 * p.pp_size, multiple=multiple)
-    least_tokens, stages = LEAST_TOKENS * p.tp_size * p.cp_size, whole.stages
-    if measured is not None:
-        stages = StageCosts.spread(measured, model)
-        if isinstance(measured, ProfiledCost):
-            end = min(max_tokens, measured.most_tokens)
-            max_tokens = max(multiple, int(end) // multiple * multiple)
-        least_tokens = _least_tokens(stages, max_tokens)
-    costs = replace(
-        whole, stages=stages, reduce_us=(), reduce_buckets=(), overlap_reduce=False,
-        embedding_us=0.0, update_us=(), fixed_us=0.0,
-    )  # fmt: skip
-    return ReplicaCosts(scheme, max_tokens, costs, least_tokens, memory, limit_bytes)
-
-
-def _least_tokens(stages: StageCosts, max_tokens: int) -> int:
-    """UtilLen (Appendix C), from the curve: tokens of the shortest micro-batch that takes hardly
-    more time a token than the best one, all of short documents.
-    """
-    numbers = [1]
-    while 2 * numbers[-1] * SHORT_TOKENS <= max_tokens:
-        numbers.append(2 * numbers[-1])
-    length = min(SHORT_TOKENS, max_tokens)
-    times_us = stages.times_us([[length] * number for number in numbers]).sum(axis=(0, 1))
-    each_us = times_us / numbers
-    return length * numbers[int((each_us <= each_us.min() / UTILIZED).argmax())]

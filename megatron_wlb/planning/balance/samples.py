@@ -23,13 +23,12 @@ from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.arrays import array_of
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import Document, Span, StepPlan, Units
-from megatron_wlb.plan.replicas import Cluster, Scheme, Strategy
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.target_runs import Runs
 from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replica_us
-from megatron_wlb.planning.balance.dispatch import Candidate, Numbers, StepDocuments, dispatch
+from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.balance.numbers import NumberChooser
-from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts
+from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.slim import SlimPacker
 from megatron_wlb.planning.planner import hosting_bytes
@@ -212,9 +211,7 @@ def replica_of(costs: StepCosts, layout: Parallelism, max_tokens: int) -> Replic
 
 def _dispatched(step: StepDocuments, costs: ReplicaCosts, dp_size: int) -> Numbers:
     """Samples of each rank, by Hydraulis's first stage: long ones may lie together."""
-    num_ranks = costs.scheme.num_ranks
-    strategy = Strategy.of(Cluster(dp_size * num_ranks, num_ranks), [costs.kind] * dp_size)
-    ranks = dispatch(step, Candidate(strategy, {costs.kind: costs}), math.inf)
+    ranks = dispatch(step, [(costs, range(dp_size))], math.inf)
     assert ranks is not None  # There is no limit.
     return ranks
 

@@ -186,7 +186,7 @@ class Shaper:
         _, step, given = self._numbered(ranks)
         return _slowest([self._pipeline(step, members) for members in given]).step_us
 
-    def _numbered(self, ranks: Ranks) -> tuple[list[Document], _Step, list[list[list[int]]]]:
+    def _numbered(self, ranks: Ranks) -> tuple[list[Document], _Sorted, list[list[list[int]]]]:
         """Numbers documents in descending order of work, ties as they came.
 
         Returns the documents in this order, what they take, and their numbers in place of them.
@@ -197,7 +197,7 @@ class Shaper:
         alone_us = self._work.times_us(lengths, attention_us).sum(axis=(0, 1))
         alone_us -= self._work.times_us(np.zeros(1), attention_us[:, :, :1] * 0).sum()
         order = np.argsort(-alone_us, kind="stable").tolist()
-        step = _Step(
+        step = _Sorted(
             lengths[order], attention_us[:, :, order], alone_us[order].tolist(), self._max_tokens
         )
         number_of = {at: number for number, at in enumerate(order)}
@@ -210,7 +210,7 @@ class Shaper:
             given.append(members)
         return [documents[at] for at in order], step, given
 
-    def _pipeline(self, step: _Step, members: list[list[int]]) -> _Pipeline:
+    def _pipeline(self, step: _Sorted, members: list[list[int]]) -> _Pipeline:
         tokens = np.array([step.lengths[numbers].sum() for numbers in members])
         attention_us = np.stack(
             [step.attention_us[:, :, numbers].sum(axis=2) for numbers in members], axis=2
@@ -224,7 +224,7 @@ class Shaper:
     def _p2p_us(self, tokens: Floats) -> Floats:
         return self._costs.p2p_latency_us + self._costs.p2p_us_per_token * tokens
 
-    def _improve(self, step: _Step, pipelines: list[_Pipeline]) -> None:
+    def _improve(self, step: _Sorted, pipelines: list[_Pipeline]) -> None:
         """Moves single documents between micro-batches of the slowest rank while that helps."""
         failed = 0
         for _ in range(self._num_rounds):
@@ -255,7 +255,7 @@ class Shaper:
             slowest.attention_us = attention_us[..., best].copy()
             slowest.step_us = float(steps_us[best])
 
-    def _moves(self, step: _Step, pipeline: _Pipeline, failed: int) -> list[tuple[int, int, int]]:
+    def _moves(self, step: _Sorted, pipeline: _Pipeline, failed: int) -> list[tuple[int, int, int]]:
         """Lists (from, to, document) to try: off micro-batches with much of the critical path."""
         shares = _critical_shares(
             self._graph,
@@ -286,7 +286,7 @@ class Shaper:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Sorted:
     """The documents of a step, heaviest first."""
 
     lengths: Floats
@@ -343,7 +343,7 @@ def _critical_shares(graph: Graph, times_us: Floats, p2p_us: Floats) -> Floats:
     return np.array(on_path) / np.where(whole_us > 0, whole_us, 1.0)
 
 
-def _place(step: _Step, dp_size: int, sizes: Floats) -> list[list[list[int]]] | None:
+def _place(step: _Sorted, dp_size: int, sizes: Floats) -> list[list[list[int]]] | None:
     """Places documents, heaviest first, where most wanted work is missing and there is room.
 
     None if a document finds no room at all.

@@ -91,7 +91,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepLine:
     """A line of a step."""
 
     number: int
@@ -155,7 +155,7 @@ class History:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.steps: list[_Step] = []
+        self.steps: list[_StepLine] = []
         self.starts: list[Start] = []
         self.rolled_back = 0
         self.is_torn = False
@@ -191,7 +191,7 @@ class History:
             names = ("iteration", "digest", "tokens", "documents")
             known: dict[str, Any] = {name: values[name] for name in names if name in values}
             own = {"number": number, "skipped": "skipped" in values, "start": len(self.starts) - 1}
-            self.steps.append(record("", _Step, known | own))
+            self.steps.append(record("", _StepLine, known | own))
 
     @property
     def contents(self) -> dict[int, CorpusEpoch]:

@@ -7,14 +7,13 @@ import dataclasses
 from megatron_wlb.cost import cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.planning.balance.assign import StrategyPlanner
+from megatron_wlb.planning.extension import strategies
 from megatron_wlb.planning.from_config import make_planner
 from megatron_wlb.planning.guards import check_ranges
 from megatron_wlb.planning.ledger.history import History, Start
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.plan_ahead import Plans
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import from_flat
-from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 
 def replay(history: History) -> int:
@@ -32,7 +31,7 @@ def replay(history: History) -> int:
             f"{history.path} begins after step {history.base.iteration}, whose state is not known; "
             "only a ledger from the first step on can be planned again"
         )
-    planner: Planner | StrategyPlanner | None = None
+    planner: Plans | None = None
     number = -1
     for step in history.steps:
         if planner is None or step.start != number:
@@ -50,7 +49,7 @@ def replay(history: History) -> int:
     return len(history.steps)
 
 
-def _planner(start: Start) -> Planner | StrategyPlanner:
+def _planner(start: Start) -> Plans:
     # Ledgers have what is not the default, and `hold` was that before packings were chosen.
     # Strategies have neither a packing nor one cost.
     default = {} if start.cost is None else {"wlb_packing": "hold"}
@@ -66,5 +65,5 @@ def _planner(start: Start) -> Planner | StrategyPlanner:
     config = dataclasses.replace(config, data=data)
     corpora = Corpora.open(config)
     if start.cost is None:
-        return StrategyRun.of(config, corpora, dp_size).planner(corpora)
+        return strategies().planner(config, corpora, dp_size)
     return make_planner(config, corpora, cost_from_dict(start.cost), dp_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_wlb.planning.packing.base import Packer
-from megatron_wlb.planning.packing.metrics import Meter, PackingMetrics
 from megatron_wlb.planning.packing.settings import (
     PackingSettings,
     check_numbers,
@@ -19,9 +18,7 @@ from megatron_wlb.settings.packings import PACKINGS
 
 __all__ = [
     "PACKINGS",
-    "Meter",
     "Packer",
-    "PackingMetrics",
     "PackingSettings",
     "check_numbers",
     "check_shaping",

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megatron_wlb.planning.packing.base import (
 )
 from megatron_wlb.planning.packing.original import UNSHAPED_WINDOWS, check_windows, cut_windows
 from megatron_wlb.planning.packing.placement import CostTable, rank
+from megatron_wlb.planning.packing.settings import Grouping, PackingSettings
 from megatron_wlb.reading import (
     MOST_STEPS_AHEAD,
     reading_state,
@@ -30,14 +31,6 @@ from megatron_wlb.reading import (
     unknown,
     whole_number,
 )
-
-if TYPE_CHECKING:
-    from megatron_wlb.planning.packing.settings import PackingSettings
-
-
-Grouping: TypeAlias = Literal["sorted", "arrival"]
-"""Which windows of several global batches run in one step: those of like work, or those whose
-tokens arrived together."""
 
 
 class FixedPacker(Packer):

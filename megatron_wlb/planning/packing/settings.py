@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.extensions import named
 from megatron_wlb.planning.packing.base import Limits, Packer
-from megatron_wlb.planning.packing.fixed import Grouping
-from megatron_wlb.planning.packing.solver import SOLVER_LIMIT
 from megatron_wlb.reading import MOST_STEPS_AHEAD, shown, unknown
 from megatron_wlb.settings.config import WlbConfig, flag_of
 from megatron_wlb.settings.packings import CHOSEN, PACKINGS
 
+Grouping: TypeAlias = Literal["sorted", "arrival"]
+"""Which windows of several global batches run in one step: those of like work, or those whose
+tokens arrived together."""
+SOLVER_LIMIT = 10.0
 SHAPED, AUTO = "+shape", "+auto"
 _SUFFIXES: dict[str, tuple[str, Any]] = {SHAPED: ("shaped", True), AUTO: ("micro_batches", "auto")}
 
@@ -34,8 +36,7 @@ def kind_of(name: str) -> type[Packer]:
         return Packer
     if name not in PACKINGS:
         raise unknown("packing", name, PACKINGS)
-    module, _, kind = PACKINGS[name].kind.partition(":")
-    found: type[Packer] = getattr(import_module(module), kind)
+    found: type[Packer] = named(PACKINGS[name].kind)
     return found
 
 

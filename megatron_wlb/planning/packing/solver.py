@@ -15,15 +15,13 @@ from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.packing.base import Limits
 from megatron_wlb.planning.packing.fixed import FixedPacker
+from megatron_wlb.planning.packing.settings import SOLVER_LIMIT, PackingSettings
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver
 
-    from megatron_wlb.planning.packing.settings import PackingSettings
-
 logger = logging.getLogger(__name__)
 
-SOLVER_LIMIT = 10.0
 UNITS = 100_000
 """Work is rounded to this part of a mean window's, because the solver counts in integers."""
 PROGRESS_S = 1.0

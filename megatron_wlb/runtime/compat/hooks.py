@@ -80,8 +80,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
                 "risk with --wlb-allow-untested-megatron"
             )
         logger.warning(
-            "megatron-core %s is unknown to megatron-wlb, which is checked with %s: compare the "
-            "losses with a run of --wlb-packing original on a known one before you trust them",
+            "megatron-core %s is unknown to megatron-wlb, which is checked with %s; compare the "
+            "losses with a run of --wlb-packing original on a known version before you trust them",
             version,
             ", ".join(VERSIONS),
         )

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.emulation import installed, note
 from megatron_wlb.runtime.emulation.adam import install_adam
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
 from megatron_wlb.runtime.emulation.weight_gradients import (
@@ -37,7 +38,6 @@ from megatron_wlb.runtime.emulation.weight_gradients import (
 )
 
 _patches = PatchSet()
-_installed = False
 
 
 def _is_cuda(device: Any) -> bool:
@@ -180,34 +180,12 @@ _TORCH_CUDA: dict[str, Any] = {
 _INFERENCE_LINEAR = "is_inference_column_parallel_linear"
 
 
-def installed() -> bool:
-    """Whether this process runs under the emulation."""
-    return _installed
-
-
-def device_for(requested: str) -> str:
-    """``cuda`` or ``cpu``; for ``auto`` ``cuda`` wherever there is a GPU.
-
-    Raises :class:`ConfigError` if a GPU was asked for where there is none.
-    """
-    has_gpu = torch.cuda.is_available()
-    if requested == "cuda" and not has_gpu:
-        raise ConfigError(
-            "--wlb-device is cuda, but torch sees no GPU; use --wlb-device cpu to run under the "
-            "CPU emulation"
-        )
-    if requested == "auto":
-        return "cuda" if has_gpu else "cpu"
-    return requested
-
-
 def install() -> None:
     """Turns the emulation on for this process and thread; a second call does nothing.
 
     Raises :class:`CompatibilityError` where ``megatron.core`` is imported already.
     """
-    global _installed
-    if _installed:
+    if installed():
         return
     if "megatron.core" in sys.modules:
         raise CompatibilityError(
@@ -230,7 +208,7 @@ def install() -> None:
         _patches.replace(torch, name, _on_cpu(getattr(torch, name)))
     for name, method in _TENSOR.items():
         setattr(torch.Tensor, name, method)
-    _installed = True
+    note(True)
     install_weight_gradients()
     with warnings.catch_warnings():
         # Megatron warns that Apex is missing, which is the point here.
@@ -261,10 +239,9 @@ def install() -> None:
 
 def uninstall() -> None:
     """Restores everything that :func:`install` replaced. For tests."""
-    global _installed
-    if not _installed:
+    if not installed():
         return
-    _installed = False
+    note(False)
     for name in _TENSOR:
         delattr(torch.Tensor, name)
     _patches.restore()

@@ -37,7 +37,7 @@ from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
-from megatron_wlb.runtime.emulation import cpu
+from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.gpt.attention.document_attention import (
     AttentionOptions,
     DocumentAttention,
@@ -102,7 +102,7 @@ def transformer_config(config: Config) -> TransformerConfig:
     vpp = parallel.vpp_size if parallel.vpp_size > 1 else None
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    on_gpu = not cpu.installed()
+    on_gpu = not emulation.installed()
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     ours = dict(
         num_query_groups=model.num_query_groups if model.group_query_attention else None,
@@ -195,8 +195,8 @@ def _of_experts(model: ModelConfig) -> dict[str, Any]:
 
 def transformer_impl(config: Config) -> str:
     """Whose layers a model has: those asked for, or TransformerEngine's on a GPU that has them."""
-    default = "transformer_engine" if gpt_layer_specs.HAVE_TE and not cpu.installed() else "local"
-    return config.model.transformer_impl or default
+    has_engine = gpt_layer_specs.HAVE_TE and not emulation.installed()
+    return config.model.transformer_impl or ("transformer_engine" if has_engine else "local")
 
 
 def layer_submodules(
@@ -407,8 +407,8 @@ def use_kernel(model: Model, options: AttentionOptions) -> None:
 
 def tell_other_kernel(saved: str | None, error: CompatibilityError) -> None:
     logger.warning(
-        "the checkpoint's steps ran attention kernel %s, which is not to be had here (%s): steps "
-        "differ in rounding from here on",
+        "the checkpoint's steps ran attention kernel %s, which is not available here (%s); "
+        "rounding will differ from now on",
         saved,
         error,
     )

@@ -42,7 +42,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
-from megatron_wlb.runtime.gpt.attention.slice_attention import Slice
+from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice
 
 _LOGGED = {
     "aux_loss": "load_balancing_loss",
@@ -70,7 +70,7 @@ class RoutedTokens:
     targets_per_micro_batch: float = 1.0
     """The same over its micro-batches, of all data-parallel ranks, by whose number Megatron divides
     what it logs."""
-    cut: Slice | None = None
+    cut: KVSlice | None = None
     """The slice that the first document is, if it is one."""
     group: dist.ProcessGroup | None = None
     """The ranks that share the tokens, as context-parallel ranks do, if they are of several
@@ -84,7 +84,7 @@ class RoutedTokens:
         micro_batch: MicroBatchPlan,
         local: npt.NDArray[np.int64] | slice,
         step: StepPlan,
-        cut: Slice | None = None,
+        cut: KVSlice | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> RoutedTokens:
         """A micro-batch's ``local`` tokens, on the host."""
@@ -158,7 +158,7 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
             if group.size() > 1:
                 dist.all_reduce(counts, group=group)
 
-    def _choices(self, cut: Slice) -> dict[int, Choice]:
+    def _choices(self, cut: KVSlice) -> dict[int, Choice]:
         """What the slices of a document have chosen here, by where they start."""
         return cut.store.choices.setdefault((cut.document, self), {})
 

@@ -122,8 +122,8 @@ def scale_losses(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             setattr(args, name, getattr(args, name) * 2.0**-shift)
     logger.info(
-        "--fp16: gradients are added up in fp32; loss scales are 2^%d smaller, as the loss is a "
-        "sum over the tokens of a step", shift,
+        "--fp16: gradients are added up in fp32; loss scales are 2^%d smaller, because the loss is "
+        "a sum over the tokens of a step", shift,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_wlb.errors import refuse_all
+from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu
 
@@ -47,7 +48,7 @@ def install() -> None:
     Raises :class:`CompatibilityError` where ``megatron.core`` is imported already, or a name is
     missing.
     """
-    if cpu.installed() and _patches:
+    if emulation.installed() and _patches:
         return
     cpu.install()
     from megatron.training import initialize, training

@@ -9,7 +9,6 @@ JSON.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import json
@@ -25,7 +24,7 @@ from megatron_wlb import errors
 from megatron_wlb.errors import CompatibilityError, ConfigError, WLBError
 from megatron_wlb.launch import STAND_IN
 from megatron_wlb.settings.config import Config
-from megatron_wlb.simulator.forecast import Forecast, forecast
+from megatron_wlb.simulator.forecast import forecast
 
 TIMEOUT_S = 600.0
 """It takes 10 s of CPU time, nearly all of it imports, which a slow disk prolongs."""
@@ -36,7 +35,7 @@ def predict(
     num_devices: int,
     checkout: Path | None = None,
     environment: Mapping[str, str] | None = None,
-) -> tuple[Forecast, list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """The forecast of a run by the Megatron of ``checkout``, or else the installed one, and what
     the run would tell. ``environment`` goes over this process's own.
 
@@ -46,7 +45,7 @@ def predict(
     if "error" in found:
         kind, message = found["error"]
         raise getattr(errors, kind)(message)
-    return Forecast(**found["forecast"]), found["told"]
+    return found["forecast"], found["told"]
 
 
 def ask(
@@ -91,7 +90,7 @@ def answer(checkout: str, num_devices: int, flags: Sequence[str]) -> dict[str, A
             config = settings(flags, num_devices)
             if not checkout:  # its script would run, if this Megatron has what it needs
                 importlib.import_module(STAND_IN)
-            found = dataclasses.asdict(forecast(config, num_devices))
+            found = forecast(config, num_devices)
         except WLBError as error:
             return {"error": [type(error).__name__, str(error)]}
     return {"forecast": found, "told": told}

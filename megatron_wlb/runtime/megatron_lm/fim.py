@@ -20,7 +20,7 @@ def with_middles(corpora: Corpora, args: argparse.Namespace, tokenizer: Any, see
     """``corpora`` as ``--fim-data`` reads them. Those with targets of their own stay as they are:
     these are places of tokens.
 
-    Raises :class:`ConfigError` for a rate that is no probability, and for a token that the
+    Raises :class:`ConfigError` for a rate that is not a probability, and for a token that the
     tokenizer does not have.
     """
     vocab_size = int(tokenizer.vocab_size)
@@ -60,12 +60,12 @@ def _middles(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> Middl
         rate = getattr(args, f"fim_{name}")
         if rate is not None and not 0 <= rate <= 1:
             flag = f"--fim-{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {rate:g} is no probability; give 0 to 1")
+            raise ConfigError(f"{flag} {rate:g} is not a probability; give 0 to 1")
     split, kept = args.fim_split_sample, args.fim_no_prefix
     if split is not None and args.fim_fragment_rate is None:
         raise ConfigError(
-            f"--fim-split-sample {split} makes fragments, of which no rate is known; give "
-            "--fim-fragment-rate"
+            f"--fim-split-sample {split} makes fragments, but no flag says how many change; "
+            "give --fim-fragment-rate"
         )
     if kept is not None and isinstance(tokenizer, _Numbers):
         raise ConfigError(
@@ -103,8 +103,8 @@ def _token(tokenizer: Any, vocab_size: int, flag: str, name: str) -> int:
     except (LookupError, TypeError, ValueError):
         pass
     raise ConfigError(
-        f"{flag} {name} is none of the tokenizer's {vocab_size} tokens; add it to the tokenizer, "
-        "or name one that it has"
+        f"{flag} {name} is not one of the tokenizer's {vocab_size} tokens; add it to the "
+        "tokenizer, or name one that it has"
     )
 
 

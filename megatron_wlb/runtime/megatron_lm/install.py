@@ -17,15 +17,16 @@ from typing import Any
 
 from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
+from megatron_wlb.extensions import load
 from megatron_wlb.planning import guards as layout_guards
+from megatron_wlb.planning.extension import extension_of
+from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
-from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.gpt import prediction
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
-    cpu_loop,
     fsdp,
     log,
     refusals,
@@ -39,13 +40,11 @@ from megatron_wlb.runtime.saving import unpickling
 from megatron_wlb.runtime.saving.core import lock_folder
 from megatron_wlb.runtime.saving.newest import latest, tracked
 from megatron_wlb.runtime.saving.resume import missing_load
+from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.packings import CHOSEN
-from megatron_wlb.simulator.choose import settled
-from megatron_wlb.strategies.plan import strategy_run
-from megatron_wlb.strategies.run.strategy_session import StrategySession
 
 _patches = PatchSet()
 _installed = False
@@ -103,24 +102,50 @@ def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Compares what ranks are told, then runs our refusals, Megatron's own checks, and ours of the
-    arguments that it has changed. A packing that is still to be chosen waits for the vocabulary.
-    """
+    """Megatron's own checks of arguments, between ours."""
+    for check in _BEFORE:
+        check(args)
+    checked = megatrons_own_checks(original, args, *rest, **kwargs)
+    for check in _BEHIND:
+        check(args)
+    return checked
+
+
+def _compare_ranks(args: argparse.Namespace) -> None:
     if not getattr(args, "fake_process_group", False):
         agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
-    refusals.check(args, list(cpu_loop.refusals(args)) if emulation.installed() else ())
+
+
+def _refuse_flags(args: argparse.Namespace) -> None:
+    refusals.check(args, list(load("cpu refusals")(args)) if emulation.installed() else ())
+
+
+def _find_load(args: argparse.Namespace) -> None:
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
-    if not elsewhere and args.load is not None and "://" not in args.load:
+    if not elsewhere and args.load is not None and not is_store(args.load):
         if error := missing_load(args.load, args.save):
             raise CheckpointError(error)
         if args.ckpt_step is None and tracked(args.load) != "release":
-            latest(args.load)  # Megatron ends with status 0 where its tracker has no number.
-    arguments.prepare(args)
-    checked = megatrons_own_checks(original, args, *rest, **kwargs)
-    arguments.scale_losses(args)
+            latest(args.load)
+
+
+def _settle_known(args: argparse.Namespace) -> None:
     if args.wlb_packing != CHOSEN or args.wlb_strategies is not None:
         _settle(args)
-    return checked
+
+
+_BEFORE: tuple[Callable[[argparse.Namespace], None], ...] = (
+    _compare_ranks,  # first: ranks that were told unlike things would refuse unlike things
+    _refuse_flags,  # as they were typed: Megatron's checks change them
+    _find_load,  # Megatron ends with status 0 where its tracker has no number
+    arguments.prepare,  # last: Megatron's checks look at what plans need
+)
+"""What is done before Megatron checks its arguments, in this order."""
+_BEHIND: tuple[Callable[[argparse.Namespace], None], ...] = (
+    arguments.scale_losses,  # by the sizes of the batch that Megatron has filled in
+    _settle_known,  # last, with arguments as they stay; a choice of packings waits for a vocabulary
+)
+"""What is done behind it, in this order."""
 
 
 def _build_tokenizer(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -136,8 +161,9 @@ def settle(args: argparse.Namespace, saved: Callable[[], Mapping[str, Any]] = di
     does, and checks all that depends on it.
     """
     config = arguments.config_of(args)
-    refused = functools.partial(refusals.of_choice, args)
-    config = settled(config, args.world_size, refused, saved=saved)
+    if config.wlb.wlb_packing == CHOSEN:
+        refused = functools.partial(refusals.of_choice, args)
+        config = load("settled")(config, args.world_size, refused, saved=saved)
     refuse_all(refusals.of_packing(args, config.wlb.wlb_packing))  # that of a checkpoint, too
     args.wlb_packing, args.wlb_max_tokens = config.wlb.wlb_packing, config.wlb.wlb_max_tokens
     if config.wlb.wlb_loss is not None:
@@ -145,10 +171,8 @@ def settle(args: argparse.Namespace, saved: Callable[[], Mapping[str, Any]] = di
     num_ranks, alone = args.world_size, config
     if config.wlb.wlb_strategies is None and config.wlb.wlb_cost not in ("analytic", "measured"):
         read_cost(config.wlb.wlb_cost, "--wlb-cost")  # of which model is seen when it is built
-    if config.wlb.wlb_strategies is not None:
-        strategy_run.check(config)
-        strategy_run.check_ranks(config, args.world_size)
-        num_ranks, alone = 1, strategy_run.undivided(config)
+    if extension := extension_of(config):
+        num_ranks, alone = 1, extension.alone(config, args.world_size)
     layout_guards.check(alone, num_ranks)
     layout_guards.check_micro_batches(alone, num_ranks)
     if args.eval_iters:
@@ -193,7 +217,8 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
         last = args.world_size - 1  # it knows the loss, and may be on another machine than rank 0
         check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics), last)
     watchdog.watch(config.wlb.wlb_hang_seconds, end)
-    kind = Session if config.wlb.wlb_strategies is None else StrategySession
+    extension = extension_of(config)
+    kind = Session if extension is None else extension.session()
     _session = kind(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
@@ -211,11 +236,9 @@ def _set_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     """
     assert _session is not None, "arguments are checked before a model is built"
     save = _session.args.save
-    if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
+    if save is not None and not is_store(save):
         lock_folder(save)
-    if isinstance(_session, StrategySession):
-        kwargs = dict(hooks.adapter().with_provider(kwargs))
-    built = original(*args, **kwargs)
+    built = original(*args, **_session.set_up(kwargs))
     _session.take_model(built[0])
     return built
 

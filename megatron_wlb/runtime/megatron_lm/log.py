@@ -17,8 +17,8 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import parallelism
+from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.prediction import track_step
 from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile, step_values
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
@@ -194,7 +194,7 @@ class Log:
     def _knows_machine(self) -> bool:
         """Whether ``--wlb-hardware`` may be what runs: a CPU is not its default."""
         named = self.session.config.wlb.wlb_hardware
-        return not cpu.installed() or named != WlbConfig().wlb_hardware
+        return not emulation.installed() or named != WlbConfig().wlb_hardware
 
     @cached_property
     def _peak_tflops(self) -> float:

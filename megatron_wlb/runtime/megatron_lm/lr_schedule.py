@@ -56,7 +56,9 @@ def require_same_schedule(args: argparse.Namespace, scheduler: Any, state: dict[
             "--use-checkpoint-opt-param-scheduler by the checkpoint's"
         )
     else:
-        remedy = "resume with the same --global-batch-size, by which documents are packed"
+        remedy = (
+            "resume with the same --global-batch-size, because it decides how documents are packed"
+        )
     raise CheckpointError(
         f"the checkpoint in --load {args.load} has another schedule of learning rate and weight "
         f"decay: {differences(then, here) or changed}; {remedy}"

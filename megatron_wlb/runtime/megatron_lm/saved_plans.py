@@ -1,9 +1,10 @@
-"""The packer's state and every rank's random numbers in the checkpoints that Megatron saves.
+"""What is saved beside Megatron's state: the planner's, and every rank's random numbers.
 
-Two entries beside Megatron's own, in its ``torch_dist`` and ``torch`` formats: ``megatron_wlb``,
-text that is equal on all ranks (:meth:`Session.state`), and ``megatron_wlb_rng``, the random-number
-streams of each rank. Megatron saves those of the first data-parallel rank alone, as all draw in
-step; ranks whose micro-batches differ in length do not.
+The planner's state is equal on all ranks (:meth:`Session.state`). The first one writes it into the
+checkpoint's folder (:mod:`megatron_wlb.runtime.saving.state_file`), before Megatron names the
+checkpoint its latest. The random-number streams are an entry of Megatron's own files. Megatron
+saves those of the first data-parallel rank alone, as all draw in step; ranks whose micro-batches
+differ in length do not.
 
 Checksums of the files lie beside them, as in :mod:`megatron_wlb.runtime.saving.checksums`. Those of
 ``torch_dist`` are there before Megatron names the checkpoint its latest, also with
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +32,21 @@ from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.ranks import watchdog
-from megatron_wlb.runtime.ranks.transfer import of_all_ranks
-from megatron_wlb.runtime.saving import checksums
+from megatron_wlb.runtime.ranks.transfer import from_first_rank, of_all_ranks
+from megatron_wlb.runtime.saving import checksums, state_file
 from megatron_wlb.runtime.saving.core import (
     FAILURES,
     begin_save,
-    opened_state,
     refuse_save,
     rng_state,
     set_rng_state,
     sharded_rng,
 )
 from megatron_wlb.runtime.saving.newest import damaged, folder_of, newest_step
-from megatron_wlb.runtime.saving.saved_state import state_of
+from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.runtime.saving.unpickling import check_metadata
 from megatron_wlb.runtime.stepping.optimizer import make_loadable
 
-STATE = "megatron_wlb"
 RNG = "megatron_wlb_rng"
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def newest_settings(args: argparse.Namespace) -> dict[str, Any]:
     Its files are not verified yet: if they are damaged, their load says so.
     """
     load, step = args.load, getattr(args, "ckpt_step", None)
-    if args.finetune or load is None or "://" in load:
+    if args.finetune or load is None or is_store(load):
         return {}
     at = [(step or newest_step(load) or 0, load)]
     if args.non_persistent_ckpt_type == "global":
@@ -69,8 +69,8 @@ def newest_settings(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     folder = folder_of(root, iteration)
     try:
-        return dict(state_of(folder)["settings"])
-    except (CheckpointError, KeyError) as error:
+        return dict(state_file.state_of(folder)["settings"])
+    except CheckpointError as error:
         logger.warning("which packing %s has cannot be read (%s)", folder, one_line(error))
         return {}
 
@@ -80,13 +80,14 @@ class Hooks:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._saving: dict[str, Any] | None = None
+        self._saving: tuple[Any, Callable[[str], None]] | None = None
+        """The random numbers to save, and what writes the planner's state into a folder."""
         self._loaded: dict[str, Any] | None = None
-        """The newest state dict that Megatron read, if it has an entry of ours."""
+        """The newest state dict that Megatron read of a run to go on with."""
+        self._state: dict[str, Any] = {}
+        """The planner's state of that checkpoint."""
         self._scheduler: Any = None
         """Megatron's scheduler while it loads a checkpoint."""
-        self._state: dict[str, Any] = {}
-        """What this entry says."""
         self._compared: tuple[str, bool] | None = None
         """The folder that Megatron reads, and whether its files may be trusted."""
 
@@ -121,17 +122,22 @@ class Hooks:
             rng = sharded_rng(RNG, rng, self.session.model)
         else:
             rng = of_all_ranks(rng, self.session.model.groups.dp_cp)
-        writes = self._writes(settings.save)
-        state = self.session.state() | {"checksums": writes and is_distributed}
-        # It is text, because Megatron compares what all ranks share value by value.
-        self._saving = {STATE: checksums.seal_state(state), RNG: rng}
         iteration = args[0] if args else kwargs["iteration"]
-        if self._skips and "://" not in settings.save:  # those of a save that this one replaces
-            Path(_folder(settings.save, iteration), checksums.NAME).unlink(missing_ok=True)
+        writes, folder = self._writes(settings.save), _folder(settings.save, iteration)
+        state = self.session.state() | {"checksums": writes and is_distributed}
+
+        def write_state(into: str) -> None:
+            from_first_rank(functools.partial(state_file.write, into, iteration, state))
+
+        self._saving = rng, write_state
+        if self._skips and not is_store(folder):  # those of a save that this one replaces
+            Path(folder, checksums.NAME).unlink(missing_ok=True)
         try:
+            if not is_distributed:
+                write_state(folder)
             saved = original(*args, **kwargs)
             if writes and not is_distributed:
-                checksums.write(_folder(settings.save, iteration))
+                checksums.write(folder)
         except FAILURES as failure:
             refuse_save(f"iteration {iteration} to {settings.save}", failure)
         finally:
@@ -150,9 +156,12 @@ class Hooks:
             refuse_save(self.session.args.save, failure)
 
     def save(self, original: Any, state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
-        """Saves as ``dist_checkpointing`` does, then adds checksums of the files."""
+        """Saves as ``dist_checkpointing`` does, then adds the planner's state, and checksums."""
         request = original(state, folder, *args, **kwargs)
-        if self._saving is not None and self._writes(folder):
+        if self._saving is None:
+            return request
+        self._saving[1](folder)
+        if self._writes(folder):
             if request is None:
                 checksums.write(folder)
             else:  # before Megatron's last one, which names the checkpoint its latest
@@ -160,41 +169,33 @@ class Hooks:
         return request
 
     def generate_state_dict(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Adds what is ours to what is saved, and to the form into which is loaded."""
+        """Adds our random numbers to what is saved, and to the form into which is loaded."""
         state: dict[str, Any] = original(*args, **kwargs)
         if self._saving is not None:
-            state |= self._saving
+            state[RNG] = self._saving[0]
         elif self._rng_fits():
             state[RNG] = sharded_rng(RNG, None, self.session.model)
         return state
 
     def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Notes what is ours in what Megatron reads, before Megatron uses it.
+        """Reads the planner's state of a checkpoint in the middle of a run, and notes what Megatron
+        reads before Megatron uses it.
 
-        Raises :class:`CheckpointError` where it was changed, or lacks the checksums that it was
-        saved with; for a checkpoint in the middle of a run that has no packer's state, or another
-        schedule than this run.
+        Raises :class:`CheckpointError` on every rank as :func:`.state_of` does, where the checksums
+        that it was saved with are not there, and for another schedule than this run's.
         """
         found = original(*args, **kwargs)
-        state = found[0]
-        if state is None:
+        state, is_release = found[0], found[2]
+        if not (state and state.get("iteration")) or is_release or self.session.args.finetune:
             return found
-        self._loaded = state if STATE in state else None
-        if self._loaded is not None:
-            folder, trusted = self._compared or (self.session.args.load, True)
-            try:
-                self._state = opened_state(state[STATE], trusted)
-            except CheckpointError as error:
-                raise damaged(folder, error) from error
-        is_release = found[2]
-        if state.get("iteration") and not (is_release or self.session.args.finetune):
-            if self._loaded is None:
-                raise CheckpointError(
-                    f"the checkpoint in --load {self.session.args.load} has no packing state: "
-                    "which documents were trained is not known; go on without the --wlb flags, or "
-                    "start a run from its weights with --finetune"
-                )
-            require_same_schedule(self.session.args, self._scheduler, state)
+        if self._loaded is None:  # it is read twice
+            assert self._compared is not None, "looked for before Megatron read it"
+            folder, trusted = self._compared
+            self._state = from_first_rank(functools.partial(state_file.state_of, folder))
+            if self._state.get("checksums") and not trusted:
+                raise damaged(folder, f"its {checksums.NAME} is missing")
+        self._loaded = state
+        require_same_schedule(self.session.args, self._scheduler, state)
         return found
 
     def get_checkpoint_format(self, original: Any, folder: str, *args: Any) -> Any:
@@ -218,7 +219,7 @@ class Hooks:
         return self.session.config.wlb.wlb_no_checksums
 
     def _writes(self, folder: str) -> bool:
-        return not self._skips and "://" not in folder  # a path of Megatron's multi-storage client
+        return not self._skips and not is_store(folder)
 
     def load_checkpoint(
         self,

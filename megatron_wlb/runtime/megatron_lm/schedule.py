@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import StragglerDetector
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.planning.packing import numbers_by_step
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session, data_iterator_of
-from megatron_wlb.runtime.stepping import step
-from megatron_wlb.runtime.stepping.batch import Batch
 
 SPIKY_LOSS_FACTOR = 10
 """A loss so many times the largest seen is reported, as in Megatron's pretrain_gpt.py."""
-
-_straggler = StragglerDetector()
 
 
 def forward_backward(session: Session) -> Callable[..., list[Any]]:
@@ -68,16 +63,15 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
                 f"step {plan.step}: the plan has {own} micro-batches a rank, Megatron runs "
                 f"{num_microbatches}; resume with the batch flags of the checkpoint"
             )
-        reports = session.runner.run_schedule(
-            plan, forward_step, forward_only=forward_only, **options
-        )
+        reports = session.runner.run_schedule(plan, forward_only=forward_only, **options)
         session.catch_up()
         if not plan.num_targets:  # which Megatron divides by
             for report in reports:
-                report["lm loss"][1] = 1
+                report[1] = 1
         if reports:
-            _validate(session, torch.stack([report["lm loss"][0] for report in reports]))
-        return reports
+            _validate(session, torch.stack([report[0] for report in reports]))
+        # Megatron's loop adds them up over micro-batches and replicas, and divides once.
+        return [{"lm loss": report} for report in reports]
 
     return run
 
@@ -91,33 +85,6 @@ def skip_step(session: Session, data_iterator: Any) -> None:
     while rerun.should_run_forward_backward(data_iterator):
         session.ledger.step(next(data_iterator_of(data_iterator)), skipped="--iterations-to-skip")
     session.catch_up()
-
-
-def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Replaces the script's own: runs the next micro-batch of the plan through one chunk."""
-    from megatron.training import get_timers
-
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    with _straggler(bdata=True):
-        batch = next(batches)
-    timers("batch-generator").stop()
-    with _straggler:
-        output, _ = step.forward_step(iter([batch]), model)
-    return output, functools.partial(loss_function, batch)
-
-
-def loss_function(
-    batch: Batch, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Follows Megatron's pretrain_gpt.py: (Σ losses, number of tokens, what to report).
-
-    Megatron's loop adds the report up over micro-batches and data-parallel ranks and divides once.
-    """
-    loss, num_targets, _ = step.loss_function(batch, losses)
-    counted = loss.new_full((1,), batch.num_targets)
-    report = torch.cat([loss.detach().view(1), counted])
-    return loss, num_targets, {"lm loss": report}
 
 
 def _validate(session: Session, losses: torch.Tensor) -> None:

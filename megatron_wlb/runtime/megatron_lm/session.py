@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import SPLITS, Corpora
 from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.extensions import load
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import (
     known_cost,
@@ -35,17 +36,14 @@ from megatron_wlb.planning.from_config import (
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.packing import simulates
 from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.build import Model, require_layers, settle_kernel
-from megatron_wlb.runtime.measuring.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
 from megatron_wlb.runtime.megatron_lm.chunks import install as install_chunks
 from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
-from megatron_wlb.runtime.megatron_lm.fim import with_middles
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
-from megatron_wlb.runtime.megatron_lm.sft import with_conversations
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.agreement import of_corpora, of_state
 from megatron_wlb.runtime.saving.ledger import open_ledger
@@ -132,7 +130,7 @@ class Session:
 
     @cached_property
     def device(self) -> str:
-        return "cpu" if cpu.installed() else "cuda"
+        return "cpu" if emulation.installed() else "cuda"
 
     @cached_property
     def flops(self) -> DocumentFlops:
@@ -143,6 +141,10 @@ class Session:
     def compared(self) -> tuple[str, ...]:
         """Megatron's settings that plans depend on: of stages only where steps are simulated."""
         return (*_OF_COSTS, *_OF_STAGES) if simulates(self.config.wlb) else _OF_COSTS
+
+    def set_up(self, keywords: dict[str, Any]) -> Mapping[str, Any]:
+        """The keywords with which Megatron builds model and optimizer."""
+        return keywords
 
     def take_model(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Takes what Megatron has built; a second call with the same does nothing."""
@@ -296,7 +298,7 @@ class Session:
 
         def opened(given: tuple[list[str], list[float] | None] | None) -> Blend | None:
             if given is not None and getattr(self.args, "sft", False):
-                given = with_conversations(given, self.args, tokenizer)
+                given = load("sft")(given, self.args, tokenizer)
             if given is None:
                 return None
             prefixes, weights = given
@@ -314,7 +316,8 @@ class Session:
         self.args.sft = False
         if not getattr(self.args, "fim_data", False):
             return corpora
-        return with_middles(corpora, self.args, tokenizer, self.config.training.seed)
+        trained: Corpora = load("fim")(corpora, self.args, tokenizer, self.config.training.seed)
+        return trained
 
     def _make_cost(self) -> Cost:
         if self.restored is not None and self.restored["cost"] is not None:
@@ -327,7 +330,10 @@ class Session:
             raise ConfigError(
                 "--wlb-cost is measured, which times training; give analytic with --skip-train"
             )
-        return measured_cost(self.model, self.args.seq_length, self.args.padded_vocab_size)
+        measured: Cost = load("measured")(
+            self.model, self.args.seq_length, self.args.padded_vocab_size
+        )
+        return measured
 
 
 def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:

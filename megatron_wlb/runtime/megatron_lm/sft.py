@@ -85,8 +85,9 @@ class _Log:
 def _template(args: argparse.Namespace, tokenizer: Any) -> Template:
     if not hasattr(tokenizer, "tokenize_conversation"):
         raise ConfigError(
-            f"--sft needs a tokenizer of conversations, and --tokenizer-type {args.tokenizer_type} "
-            "is none; give SFTTokenizer, with --tokenizer-model and --sft-tokenizer-prompt-format"
+            "--sft needs a tokenizer of conversations, and --tokenizer-type "
+            f"{args.tokenizer_type} is not one; give SFTTokenizer, with --tokenizer-model and "
+            "--sft-tokenizer-prompt-format"
         )
     if args.sft_tokenizer_prompt_format in ("default", "identity"):
         _LOGGER.info(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReadRun:
     """Tokens of a stored document that lie together in a micro-batch of this rank."""
 
     micro_batch: int
@@ -39,7 +39,7 @@ class Run:
         tokens: npt.NDArray[np.int64],
         taken: npt.NDArray[np.int64],
         last: bool,
-    ) -> Run:
+    ) -> ReadRun:
         """Sums up ``tokens``, of which ``taken`` are the first."""
         with_labels = zlib.crc32(tokens.data) if last else None
         return cls(*place, len(taken), zlib.crc32(taken.data), with_labels)
@@ -51,7 +51,7 @@ class Reads:
 
     label: str
     """The step."""
-    runs: Sequence[Run]
+    runs: Sequence[ReadRun]
     place: tuple[int, ...]
     """Ranks among which are all that read the same."""
     weights: tuple[int, int]
@@ -59,7 +59,7 @@ class Reads:
     the same add up to 0, and so do checksums that are equal."""
 
     @classmethod
-    def of(cls, label: str, runs: Sequence[Run], model: Any) -> Reads:
+    def of(cls, label: str, runs: Sequence[ReadRun], model: Any) -> Reads:
         """The reads of this rank of ``model``, in an order that is that of all its peers."""
         groups, gpts = model.groups, model.gpts
         is_first, is_last = any(g.pre_process for g in gpts), any(g.post_process for g in gpts)

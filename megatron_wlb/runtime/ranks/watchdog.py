@@ -114,7 +114,7 @@ def _watch(limit_s: float, end: Callable[[WLBError], object]) -> None:
     end(
         LostRankError(
             f"nothing has moved for {bound_s:g} s since {whereabouts()}; look at the machine of "
-            "the rank that says no such thing, and start the run again (--wlb-hang-seconds "
-            f"{limit_s:g} is the limit, {SLOW} times that where more than a pass is waited for)"
+            "the rank without such a line, and start the run again (--wlb-hang-seconds "
+            f"{limit_s:g} is the limit, {SLOW} times that for more than a pass)"
         )
     )

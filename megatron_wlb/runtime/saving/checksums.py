@@ -12,7 +12,6 @@ cache (measured on a core of an AMD EPYC that others use too; blake2b makes 0.7 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -22,14 +21,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.files import open_file
-from megatron_wlb.reading import MAX_RECORD_BYTES, one_line, parse_mapping, read_text, shown
+from megatron_wlb.reading import one_line, shown
 from megatron_wlb.runtime.ranks.transfer import from_first_rank, of_all_ranks
+from megatron_wlb.runtime.saving import sealed
 from megatron_wlb.runtime.saving.newest import CHECKSUMS, damaged
 
 NAME = CHECKSUMS
@@ -64,16 +63,13 @@ def write(folder: str | os.PathLike[str]) -> None:
     of_ranks = of_all_ranks((own, failed))
 
     def write_all() -> None:
-        try:
-            for _, failure in of_ranks:
-                if failure is not None:
-                    raise failure
-            _write(root, {k: v for contents, _ in of_ranks for k, v in contents.items()})
-        except OSError as failure:
-            raise CheckpointError(
-                f"cannot write the checksums of {folder}: {failure}; free some room there, or "
-                "choose another folder"
-            ) from None
+        for _, failure in of_ranks:
+            if failure is not None:
+                raise CheckpointError(
+                    f"cannot write the checksums of {folder}: {failure}; free some room there, or "
+                    "choose another folder"
+                )
+        _write(root, {k: v for contents, _ in of_ranks for k, v in contents.items()})
 
     from_first_rank(write_all)
 
@@ -106,49 +102,19 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     return True
 
 
-def seal_state(state: dict[str, Any]) -> str:
-    """A planner's state as text that :func:`unseal_state` finds any change of."""
-    return _seal(json.dumps(state))
-
-
-def unseal_state(text: str) -> dict[str, Any]:
-    """The state that :func:`seal_state` was given, or that was saved as bare JSON before it was.
-
-    Raises :class:`CheckpointError` where it was changed.
-    """
-    try:
-        text = text if text.startswith("{") else _unseal(text, "the planner's state")
-        return parse_mapping(text, is_json=True)
-    except (AttributeError, ConfigError) as error:  # no text at all
-        raise CheckpointError(f"the planner's state is no JSON ({error})") from error
-
-
-def _seal(text: str) -> str:
-    """``text`` under a line that has its checksum."""
-    return f"crc32 {zlib.crc32(text.encode()):08x}\n{text}"
-
-
-def _unseal(sealed: str, what: str) -> str:
-    expected, _, text = sealed.partition("\n")
-    found, _, _ = _seal(text).partition("\n")
-    if found != expected or not text:
-        raise CheckpointError(f"{what} has {found}, expected {expected[:20]!r}")
-    return text
-
-
 def _expected(folder: Path) -> dict[str, _Content] | None:
     """The checksums that were written; None if none were."""
     try:
-        if not os.path.lexists(folder / NAME):
+        text = sealed.read(folder, NAME)
+        if text is None:
             return None
-        lines = _unseal(read_text(folder / NAME, MAX_RECORD_BYTES), NAME).splitlines()
-        split = (line.split(" ", 2) for line in lines)
+        split = (line.split(" ", 2) for line in text.splitlines())
         known = {name: _Content(crc32, int(size)) for crc32, size, name in split}
         for name in known:
             if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
                 raise ValueError(f"{NAME} names {shown(name)}, outside the folder")
         return known
-    except (CheckpointError, ConfigError, ValueError) as error:
+    except (CheckpointError, ValueError) as error:
         raise damaged(folder, one_line(error)) from None
 
 
@@ -168,12 +134,7 @@ def _write(folder: Path, contents: dict[str, _Content]) -> None:
     lines = (
         f"{contents[name].crc32} {contents[name].num_bytes} {name}" for name in sorted(contents)
     )
-    partial = folder / f"{NAME}.partial"
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(_seal("\n".join(lines)))
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(folder / NAME)
+    sealed.write(folder, NAME, "\n".join(lines))
 
 
 def _share(names: Iterable[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """What both ways to save share: that of the launcher and that of :class:`.SampleTrainer`.
 
-Before a save: what ranks have read is compared, and the ledger is on disk. In a checkpoint: the
-planner's state as sealed text, and the random-number streams of every rank. A failed save is one
-line. Beside this, both use the checksums, the lock, the ledger and the comparisons of this folder.
+Before a save: what ranks have read is compared, and the ledger is on disk. In a checkpoint:
+the random-number streams of every rank. A failed save is one line. Beside this, both use the
+checksums, the lock, the ledger and the comparisons of this folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.transfer import from_first_rank
-from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 
 FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
@@ -36,19 +35,6 @@ def begin_save(place: str, runner: Any, ledger: StepLedger) -> None:
     watchdog.at(place, is_slow=True)
     runner.compare_reads()
     ledger.sync()
-
-
-def opened_state(text: str, trusted: bool) -> dict[str, Any]:
-    """The planner's state of a checkpoint whose files may be ``trusted``, as
-    :func:`.checksums.verify` says.
-
-    Raises :class:`CheckpointError` where it was changed, or lacks the checksums that it was saved
-    with.
-    """
-    state = checksums.unseal_state(text)
-    if state.get("checksums") and not trusted:
-        raise CheckpointError(f"its {checksums.NAME} is missing")
-    return state
 
 
 def sharded_rng(name: str, rng: dict[str, Any] | None, model: Model) -> ShardedObject:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.runtime.saving.newest import newest_step
+from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.settings.config import Config
 
 
@@ -27,7 +28,7 @@ def open_ledger(
     Only the first rank writes, and none without a folder, in one of Megatron's multi-storage
     client, or with ``--wlb-no-ledger``.
     """
-    is_file = folder is not None and "://" not in folder
+    is_file = folder is not None and not is_store(folder)
     writes = is_file and not config.wlb.wlb_no_ledger and torch.distributed.get_rank() == 0
     ledger = StepLedger(folder if writes else None)
     is_elsewhere = None not in (folder, loaded) and _differ(str(folder), str(loaded))

@@ -73,11 +73,11 @@ def remedy(folder: str | os.PathLike[str]) -> str:
     Those with checksums come first: they are whole, where others may be of interrupted saves.
     """
     folder = Path(folder)
-    own = _iteration(folder)
+    own = iteration_of(folder)
     before = [
         ((other / CHECKSUMS).exists(), iteration)
         for other in folder.parent.glob("iter_*")
-        if (iteration := _iteration(other)) is not None and (own is None or iteration < own)
+        if (iteration := iteration_of(other)) is not None and (own is None or iteration < own)
     ]
     if not before:
         return f"there is no checkpoint before it in {folder.parent}"
@@ -85,7 +85,7 @@ def remedy(folder: str | os.PathLike[str]) -> str:
     return f"to go on from the checkpoint before it, write {max(before)[1]} into {tracker}"
 
 
-def _iteration(folder: Path) -> int | None:
+def iteration_of(folder: str | os.PathLike[str]) -> int | None:
     """The number in ``iter_0000012``: from 10⁷ on names are longer, so text has another order."""
-    number = folder.name.removeprefix("iter_")
+    number = Path(folder).name.removeprefix("iter_")
     return int(number) if number.isascii() and number.isdigit() else None

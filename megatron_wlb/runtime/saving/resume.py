@@ -17,6 +17,7 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.planning.packing import simulates
+from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.runtime.stepping.losses import loss_source
 from megatron_wlb.settings.config import Config, flag_of, table
 
@@ -37,7 +38,7 @@ def missing_load(load: str | None, save: str | None) -> str:
     The first start of ``--save X --load X`` is fine; with another missing folder, such as one that
     was mistyped, a run would start anew without a word.
     """
-    if load is None or "://" in load or os.path.exists(load):
+    if load is None or is_store(load) or os.path.exists(load):
         return ""
     if save is not None and os.path.realpath(save) == os.path.realpath(load):
         return ""

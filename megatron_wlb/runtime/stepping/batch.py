@@ -32,10 +32,10 @@ from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
 from megatron_wlb.runtime.gpt.attention.kernels import Segments
-from megatron_wlb.runtime.gpt.attention.slice_attention import Slice, SliceStore
+from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
-from megatron_wlb.runtime.ranks.reads import Run
+from megatron_wlb.runtime.ranks.reads import ReadRun
 from megatron_wlb.runtime.ranks.transfer import PinnedBlock, mapped, to_device
 from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss
 
@@ -76,7 +76,7 @@ def local_params(
     cp_rank: int = 0,
     cp_size: int = 1,
     sharding: Sharding,
-    cut: Slice | None = None,
+    cut: KVSlice | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     reach_tokens: int | None = None,
 ) -> tuple[IntArray | slice, PlanSeqParams]:
@@ -120,11 +120,11 @@ def local_params(
 
 
 def _cut_in_chunks(
-    cut: Slice,
+    cut: KVSlice,
     chunks: Sequence[Sequence[int]],
     device: str | torch.device,
     reach_tokens: int | None,
-) -> Slice:
+) -> KVSlice:
     """``cut`` with this rank's ``chunks``: numbers of queries, and of the slice's own keys."""
     made, first_keys = [], []
     for q, own in chunks:
@@ -141,7 +141,7 @@ def _cut_in_chunks(
     return replace(cut, own=Segments.of(queries, keys, device), before=before)
 
 
-class Stage(NamedTuple):
+class Chunk(NamedTuple):
     """What a chunk of the model does besides its layers."""
 
     first: bool
@@ -198,12 +198,12 @@ class BatchBuilder:
         """What a micro-batch's batches have in common on all chunks, by its index: on the host."""
         self._moved: dict[int, tuple[PlanSeqParams, PlanSeqParams]] = {}
         """The same on the host and on the device."""
-        self.read: dict[int, list[Run]] = {}
+        self.read: dict[int, list[ReadRun]] = {}
         """What was read in this step, by micro-batch."""
 
     @contextlib.contextmanager
     def ahead(
-        self, micro_batches: Sequence[MicroBatchPlan], stages: Sequence[Stage]
+        self, micro_batches: Sequence[MicroBatchPlan], stages: Sequence[Chunk]
     ) -> Iterator[list[Iterator[Batch]]]:
         """Each chunk's batches one after another, made in a thread :data:`LOOK_AHEAD` before.
 
@@ -213,7 +213,7 @@ class BatchBuilder:
         """
         pool = ThreadPoolExecutor(1, "wlb-batches", initializer=self._use_device())
 
-        def start(stage: Stage, plans: Iterator[MicroBatchPlan]) -> Iterator[Future[Batch]]:
+        def start(stage: Chunk, plans: Iterator[MicroBatchPlan]) -> Iterator[Future[Batch]]:
             return (pool.submit(self.prepare, p, first=stage.first, last=stage.last) for p in plans)
 
         def take(more: Iterator[Future[Batch]], started: deque[Future[Batch]]) -> Iterator[Batch]:
@@ -369,7 +369,7 @@ class BatchBuilder:
             stored = self._stored(span, start, start + num_read)
             taken = stored[: span.document.length - before]
             place = span.document.corpus, span.document.number, span.document.offset + before
-            read.append(Run.of((plan.index, *place), stored, taken[:num_tokens], last))
+            read.append(ReadRun.of((plan.index, *place), stored, taken[:num_tokens], last))
             for depth in range(depths):
                 own, labels = taken[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
                 ids[depth, begin : begin + len(own)] = own

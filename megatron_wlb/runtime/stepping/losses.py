@@ -123,7 +123,7 @@ def loss_source(file: str) -> bytes:
             return stream.read()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--wlb-loss {file} is no Python file ({one_line(error)}); give one with a function "
+            f"--wlb-loss {file} is not a Python file ({one_line(error)}); give one with a function "
             "`loss`"
         ) from None
 
@@ -137,7 +137,9 @@ def load_loss(file: str) -> LossFunction:
     path, source = Path(file), loss_source(file)
     spec = importlib.util.spec_from_file_location(f"wlb_loss_{path.stem}", path)
     if spec is None:
-        raise ConfigError(f"--wlb-loss {file} is no Python file; give one with a function `loss`")
+        raise ConfigError(
+            f"--wlb-loss {file} is not a Python file; give one with a function `loss`"
+        )
     module = importlib.util.module_from_spec(spec)
     try:
         exec(compile(source, file, "exec"), vars(module))

@@ -109,8 +109,8 @@ def check_merged(plan: StepPlan) -> None:
                 )
             if number and (before := len(merged[number - 1].replicas)) % num:
                 raise PlanError(
-                    f"{where}, behind one of {before}; let larger blocks come first, of which each "
-                    "holds whole smaller ones"
+                    f"{where}, behind one of {before}; let larger blocks come first, each with "
+                    "whole smaller ones in it"
                 )
             runs.setdefault(m.replicas, {}).setdefault(rank, []).append(m)
     for block, lists in runs.items():

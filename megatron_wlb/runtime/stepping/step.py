@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import StragglerDetector
 
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
@@ -39,7 +40,7 @@ from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
 from megatron_wlb.runtime.ranks.transfer import HostCopy
-from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
+from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Chunk
 from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.stepping.losses import load_loss
@@ -51,6 +52,7 @@ from megatron_wlb.simulator.step import unit
 
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
 """Megatron's ``forward_step_func``: the next micro-batch through a chunk, and its loss function."""
+_straggler = StragglerDetector()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def loss_function(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Megatron's loss protocol: (Σ losses, number of tokens, what to report).
 
-    ``losses`` are ``[1, T/CP]`` per token, of a batch of the last stage.
+    ``losses`` are ``[1, T/CP]`` per token, of a batch of the last stage. The report is ``[2]``, as
+    of Megatron's pretrain_gpt.py: Σ losses, and by what they are divided.
     """
     assert batch.loss_mask is not None
     if batch.own_loss is not None:
@@ -90,48 +93,8 @@ def loss_function(
     # Filled on the device: a copy of one number from the host would wait for all kernels before.
     # Megatron adds integers; by what it is divided is known from the plan.
     num_targets = losses.new_full((), math.ceil(batch.num_targets), dtype=torch.int)
-    return loss_sum, num_targets, loss_sum.detach()
-
-
-def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Megatron's ``forward_step_func``: runs the next micro-batch of this chunk."""
-    batch = next(batches)
-    output = model(
-        input_ids=batch.tokens,
-        position_ids=batch.position_ids,
-        attention_mask=None,
-        labels=batch.labels,
-        loss_mask=batch.ahead.weights[0] if batch.ahead else None,
-        packed_seq_params=replace(batch.packed_seq_params, ahead=batch.ahead),
-    )
-    return output, partial(loss_function, batch)
-
-
-def _noted(
-    forward_step: ForwardStep,
-    chunks: Sequence[torch.nn.Module],
-    again: Sequence[Recomputed],
-    label: str,
-) -> ForwardStep:
-    """``forward_step`` that says to the watchdog which pass begins, and to layers what of the
-    micro-batch is run ``again`` in backward.
-    """
-    numbers, num = [0] * len(chunks), len(again)
-
-    def run(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        chunk = next((k for k, known in enumerate(chunks) if known is model), 0)
-        number, numbers[chunk] = numbers[chunk], numbers[chunk] + 1
-        place = f"{label}: %s of micro-batch %%d of %%d, chunk %%d"
-        watchdog.at(place % "forward", number, num, chunk)
-        with recomputed(model, again[number]):
-            output, loss = forward_step(batches, model)
-        if output.requires_grad:
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: watchdog.at(place % "backward", number, num, chunk)
-            )
-        return output, loss
-
-    return run
+    counted = loss_sum.new_full((1,), batch.num_targets)
+    return loss_sum, num_targets, torch.cat([loss_sum.detach().view(1), counted])
 
 
 class StepRunner:
@@ -224,11 +187,11 @@ class StepRunner:
         Raises :class:`PlanError` where ranks disagree, or the plan does not fit the layout.
         """
         model = self.model
-        reports = self.run_schedule(plan, forward_step, forward_only=forward_only)
+        reports = self.run_schedule(plan, forward_only=forward_only)
         # Last stage: Σ over its micro-batches; then over DP and CP ranks, then to other stages.
         total = torch.zeros(1, dtype=torch.float64, device=self.batches.device)
         for report in reports:
-            total += report
+            total += report[0]
         torch.distributed.all_reduce(total, group=model.groups.dp_cp)
         num_ahead = 0 if forward_only else self.batches.num_ahead
         ahead = take_losses() if num_ahead else None
@@ -241,15 +204,15 @@ class StepRunner:
     def run_schedule(
         self,
         plan: StepPlan,
-        forward_step: ForwardStep,
         *,
         forward_only: bool,
         step: StepPlan | None = None,
+        forward_step: ForwardStep | None = None,
         **options: Any,
-    ) -> list[Any]:
+    ) -> list[torch.Tensor]:
         """Runs the schedule on this rank's micro-batches; what their losses report, on the last
-        stage. ``step`` is all that is trained at once, if that is more than the plan; ``options``
-        go to the schedule.
+        stage. ``step`` is all that is trained at once, if that is more than the plan.
+        ``forward_step`` runs in place of the model's own, and ``options`` go to the schedule.
 
         Raises :class:`PlanError` as :meth:`run`.
         """
@@ -295,13 +258,13 @@ class StepRunner:
                 micro_batch_size=1,
                 p2p_communicator=self.communicator,
             )
-        stages = [Stage(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
+        stages = [Chunk(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
         with (
             self.batches.ahead(micro_batches, stages) as iterators,
             _divided_by(plan.num_targets, model.config),
         ):
             reports = schedule(
-                forward_step_func=_noted(forward_step, model.chunks, again, label),
+                forward_step_func=forward_step or self._forward_step(again, label),
                 data_iterator=iterators,
                 model=model.chunks,
                 num_microbatches=len(micro_batches),
@@ -317,6 +280,41 @@ class StepRunner:
         if not forward_only:
             watchdog.first_step_is_over()
         return reports
+
+    def _forward_step(self, again: Sequence[Recomputed], label: str) -> ForwardStep:
+        """Runs the next micro-batch of a chunk. It says to the watchdog which pass begins, and to
+        layers what of the micro-batch is run ``again`` in backward.
+        """
+        chunks, config = self.model.chunks, self.model.config
+        numbers, num = [0] * len(chunks), len(again)
+
+        def forward_step(
+            batches: Iterator[Batch], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, Any]:
+            chunk = next((k for k, known in enumerate(chunks) if known is model), 0)
+            number, numbers[chunk] = numbers[chunk], numbers[chunk] + 1
+            place = f"{label}: %s of micro-batch %%d of %%d, chunk %%d"
+            watchdog.at(place % "forward", number, num, chunk)
+            if config.timers is not None:
+                config.timers("batch-generator", log_level=2).start()
+            with _straggler(bdata=True):
+                batch = next(batches)
+            if config.timers is not None:
+                config.timers("batch-generator").stop()
+            with _straggler, recomputed(model, again[number]):
+                output = model(
+                    input_ids=batch.tokens,
+                    position_ids=batch.position_ids,
+                    attention_mask=None,
+                    labels=batch.labels,
+                    loss_mask=batch.ahead.weights[0] if batch.ahead else None,
+                    packed_seq_params=replace(batch.packed_seq_params, ahead=batch.ahead),
+                )
+            if output.requires_grad:
+                output.register_hook(lambda _: watchdog.at(place % "backward", number, num, chunk))
+            return output, partial(loss_function, batch)
+
+        return forward_step
 
     @cached_property
     def links(self) -> Links:

@@ -11,6 +11,7 @@ import torch
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards
+from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.ranks import agreement
 from megatron_wlb.settings.config import Config
@@ -36,7 +37,7 @@ def choose_device(requested: str) -> str:
     Must run before Megatron is imported. ``auto`` is ``cuda`` wherever there is a GPU. Raises
     :class:`ConfigError` where a GPU was asked for and there is none, or none for this process.
     """
-    device = cpu.device_for(requested)
+    device = emulation.device_for(requested)
     if device == "cpu":
         cpu.install()
     else:

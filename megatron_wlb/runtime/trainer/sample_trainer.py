@@ -111,8 +111,6 @@ class SampleTrainer:
 
         All ranks have all of them.
         """
-        from megatron_wlb.runtime.stepping.step import forward_step
-
         ends = np.cumsum(batch.corpus.lengths)
         device = self.runner.batches.device
         found = torch.zeros(int(ends[-1]), device=device)
@@ -123,21 +121,23 @@ class SampleTrainer:
             return log_probs
 
         self.runner.batches.loss = note
-        self.forward(batch, forward_step)
+        self.forward(batch)
         if self.model.groups.tp.rank():  # each of them has the same
             found.zero_()
         torch.distributed.all_reduce(found)
         return np.split(found.cpu().numpy(), ends[:-1])
 
-    def forward(self, batch: SampleBatch, forward_step: ForwardStep) -> list[Any]:
-        """Runs a batch forward alone, by a function with Megatron's ``forward_step_func`` form;
-        returns what its losses report, on the last stage.
+    def forward(self, batch: SampleBatch, forward_step: ForwardStep | None = None) -> list[Any]:
+        """Runs a batch forward alone, by a function with Megatron's ``forward_step_func`` form if
+        one is given; returns what its losses report, on the last stage.
         """
         for chunk in self.model.chunks:
             chunk.eval()
         self.runner.batches.corpora = [batch.corpus]
         with torch.no_grad(), self.model.whole_weights():
-            return self.runner.run_schedule(batch.plan, forward_step, forward_only=True)
+            return self.runner.run_schedule(
+                batch.plan, forward_only=True, forward_step=forward_step
+            )
 
     def step(self, batch: SampleBatch, loss: LossFunction) -> tuple[float, float]:
         """Updates the weights once by a loss; returns it and the gradient's norm before clipping.

@@ -27,13 +27,14 @@ from megatron_wlb.cost import AnalyticModel, Cost, MemoryModel
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Cluster, Scheme, Strategy
-from megatron_wlb.planning.balance.assign import assign
-from megatron_wlb.planning.balance.dispatch import Candidate, StepDocuments, lower_bound_us
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, replica_costs
+from megatron_wlb.planning.balance.dispatch import StepDocuments, lower_bound_us
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, Scheme
 from megatron_wlb.planning.run import Devices
+from megatron_wlb.strategies.plan.assigner import Candidate, assign
 from megatron_wlb.strategies.plan.sliced_replica import sliced_costs
 from megatron_wlb.strategies.plan.store_costs import ExchangeTimes, ParameterStore
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
+from megatron_wlb.strategies.plan.whole_replica import replica_costs
 
 NUM_PARTS = 128
 """Parts of all ranks that intervals are given: the step of n (0.1 replicas in the paper)."""
@@ -284,7 +285,7 @@ def _simulated(
         for at, step in enumerate(steps):
             if step.longest > candidate.strategy.max_tokens:
                 continue
-            us = lower_bound_us(step, candidate) + candidate.fixed_us
+            us = lower_bound_us(step, candidate.groups) + candidate.fixed_us
             if always[number] or us < best_us[at]:
                 found = assign(step, candidate)
                 assert found is not None

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.replicas import Replica, Scheme, Strategy
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, Scheme
 from megatron_wlb.simulator.engine import Timeline
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.strategies.plan.store_costs import ExchangeTimes
+from megatron_wlb.strategies.plan.strategy import Replica, Strategy
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StrategySimulator:
 
     def step(self, plan: StepPlan) -> StrategyTimeline:
         """One step. Raises :class:`PlanError` for a plan without a strategy."""
-        if plan.strategy is None:
+        if not isinstance(plan.strategy, Strategy):
             raise PlanError(
                 f"step {plan.step} has no strategy; simulate equal layouts with a Simulator"
             )

@@ -17,11 +17,12 @@ import numpy as np
 from megatron_wlb.cost import AnalyticModel, Cost, CostModel, MemoryModel
 from megatron_wlb.cost.table import ProfiledCost
 from megatron_wlb.plan import Document, Span, Units
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, replica_costs
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
 from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.planning.slicing.pipeline import Pipeline
 from megatron_wlb.planning.slicing.room import MemoryLimit, worst_steps
 from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, Cuts, slice_multiple
+from megatron_wlb.strategies.plan.whole_replica import replica_costs
 
 UNITS = 16
 """Units for each stage, where documents are long enough: filling and draining the pipeline take

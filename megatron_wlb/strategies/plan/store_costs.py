@@ -28,7 +28,7 @@ from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.step_costs import UPDATE_BYTES
-from megatron_wlb.plan.replicas import Cluster, Strategy
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.cost_files import read_costs
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.plan.replicas import Layout, Scheme, Strategy, read_strategies
 from megatron_wlb.plan.sharding import Selector
 from megatron_wlb.planning import guards
-from megatron_wlb.planning.balance.assign import Assigner, StrategyPlanner
-from megatron_wlb.planning.balance.dispatch import Candidate
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.planning.from_config import (
     Split,
     cp_selector,
@@ -33,7 +31,9 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import sliced
 from megatron_wlb.planning.planner import Stream
 from megatron_wlb.settings.config import Config, flag_of, table
+from megatron_wlb.strategies.plan.assigner import Assigner, Candidate, StrategyPlanner
 from megatron_wlb.strategies.plan.propose import StrategySpace, propose
+from megatron_wlb.strategies.plan.strategy import Layout, Strategy, read_strategies
 
 AUTO = "auto"
 SAMPLE_STEPS = 16

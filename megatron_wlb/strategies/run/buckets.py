@@ -24,7 +24,7 @@ from megatron_wlb.strategies.plan.store_costs import part
 from megatron_wlb.strategies.run.pieces import Piece, WholeTensor
 
 
-class Run(NamedTuple):
+class BucketRun(NamedTuple):
     """Elements ``[offset, offset + length)`` of a bucket, and the part of a piece that they are:
     ``(axis, start, size)``, or all of it.
     """
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TilePlace:
     axis: int
     offsets: list[int]
     """Where each of the tensor's tiles begins."""
@@ -64,7 +64,7 @@ class Buckets:
         num_groups = max(groups.values(), default=0) + 1
         self.ends = [[0] * num_groups for _ in range(num_buckets)]
         """Where the elements of each group end in each bucket."""
-        self._places: dict[WholeTensor, _Place] = {}
+        self._places: dict[WholeTensor, _TilePlace] = {}
         tiles = [
             # first tiles first, undivided tensors last
             ((groups[whole], own == 1, Fraction(tile % own, own), whole.key, whole.stack), whole)
@@ -74,7 +74,7 @@ class Buckets:
         ]
         for (group, *_), whole in sorted(tiles, key=lambda one: one[0]):
             bucket, (axis, parts) = whole.bucket, finest[whole]
-            place = self._places.setdefault(whole, _Place(axis, []))
+            place = self._places.setdefault(whole, _TilePlace(axis, []))
             place.offsets.append(self.sizes[bucket])
             self.sizes[bucket] += whole.num_elements // parts
             self.ends[bucket][group:] = [self.sizes[bucket]] * (num_groups - group)
@@ -89,7 +89,7 @@ class Buckets:
         bucket it keeps no more than its share where most ranks use it, so that no more gradients
         come to it at a time than the bucket has.
         """
-        used: dict[tuple[int, int], list[Run]] = defaultdict(list)
+        used: dict[tuple[int, int], list[BucketRun]] = defaultdict(list)
         most = [self.num_ranks] * len(self.sizes)
         for ranks in strategies:
             users: dict[int, set[int]] = defaultdict(set)
@@ -127,7 +127,7 @@ class Buckets:
         """The parts of a bucket that a rank keeps: its shard, one behind another."""
         return [self.part(bucket, at) for at, own in enumerate(self.owners[bucket]) if own == rank]
 
-    def runs(self, piece: Piece) -> Iterator[Run]:
+    def runs(self, piece: Piece) -> Iterator[BucketRun]:
         """The elements of a piece, in runs."""
         place, whole = self._places[piece.whole], piece.whole
         parts = len(place.offsets)
@@ -135,4 +135,4 @@ class Buckets:
         size = whole.shape[place.axis] // parts if parts > 1 else 0
         for at in range(own):
             cut = (place.axis, at * size, size) if own > 1 else None
-            yield Run(place.offsets[piece.index * own + at], length, cut)
+            yield BucketRun(place.offsets[piece.index * own + at], length, cut)

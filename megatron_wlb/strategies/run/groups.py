@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.plan.replicas import Scheme
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.runtime.stepping.executor import Links
 
 _GROUPS = {

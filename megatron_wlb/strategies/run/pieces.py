@@ -76,7 +76,7 @@ class EmptyObject(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPiece:
     """A piece and the parameter, or part of it, that is it."""
 
     piece: Piece
@@ -85,7 +85,7 @@ class Held:
     gradient: torch.Tensor
 
 
-def held_pieces(model: Model, num_layers: int, group_of: GroupOf) -> list[Held]:
+def held_pieces(model: Model, num_layers: int, group_of: GroupOf) -> list[HeldPiece]:
     """Lists what this rank's chunks hold; parameters have a ``main_grad`` of their own shape.
 
     Raises :class:`CompatibilityError` for a tensor that is divided in a way not known here.
@@ -135,7 +135,7 @@ def _described(model: Model, gpt: Any) -> Iterator[Any]:
     yield from nested_values(state)
 
 
-def _held(shard: Any, parameter: Any, num_layers: int, group: int) -> Held:
+def _held(shard: Any, parameter: Any, num_layers: int, group: int) -> HeldPiece:
     stacked = shard.prepend_axis_num
     parts = tuple(shard.axis_fragmentations[stacked:])
     axes = [axis for axis, num in enumerate(parts) if num > 1]
@@ -164,7 +164,7 @@ def _held(shard: Any, parameter: Any, num_layers: int, group: int) -> Held:
         weight.stride(),
         parameter.main_grad.storage_offset() + weight.storage_offset() - parameter.storage_offset(),
     )
-    return Held(piece, parameter, weight, gradient)
+    return HeldPiece(piece, parameter, weight, gradient)
 
 
 def _bucket(key: str, stack: Sequence[int], num_layers: int) -> int:

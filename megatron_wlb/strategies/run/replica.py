@@ -13,12 +13,12 @@ from megatron.core import tensor_parallel
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.gpt.attention.dropout import begin_stream
 from megatron_wlb.runtime.gpt.build import Model
-from megatron_wlb.runtime.stepping.step import ForwardStep, StepRunner
+from megatron_wlb.runtime.stepping.step import StepRunner
 from megatron_wlb.strategies.run.groups import ReplicaGroups
 from megatron_wlb.strategies.run.pieces import (
     EmptyObject,
     GroupOf,
-    Held,
+    HeldPiece,
     Piece,
     empty_objects,
     held_pieces,
@@ -79,7 +79,7 @@ class LocalReplica:
             runner.links = groups.links
         self.groups = groups
         with groups.current():
-            self.held: list[Held] = held_pieces(model, model.config.num_layers, group_of)
+            self.held: list[HeldPiece] = held_pieces(model, model.config.num_layers, group_of)
             self.objects: list[EmptyObject] = empty_objects(model)
         self.pull: Pull | None = None
         """What the forward passes of the present step wait for."""
@@ -109,11 +109,10 @@ class LocalReplica:
         self,
         step: StepPlan,
         number: int,
-        forward_step: ForwardStep,
         pull: Pull,
         push: Push | None,
         **options: Any,
-    ) -> list[Any]:
+    ) -> list[torch.Tensor]:
         """Runs the schedule of the ``number``-th replica of a step's strategy; what the losses
         report whose part of the sum is this rank's.
 
@@ -129,7 +128,7 @@ class LocalReplica:
         with self.groups.current():
             self._begin_streams(plan.step, number)
             reports = self.runner.run_schedule(
-                plan, forward_step, forward_only=push is None, step=step, **options
+                plan, forward_only=push is None, step=step, **options
             )
             is_counted = self.model.groups.tp.rank() == 0
         self.pull = self._push = None

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_wlb.strategies.run.buckets import Buckets, Run
+from megatron_wlb.strategies.run.buckets import BucketRun, Buckets
 from megatron_wlb.strategies.run.pieces import Piece
 
 Span = tuple[int, int]
@@ -35,10 +35,10 @@ class Routes:
         """``[buckets][owners]``: how many elements this rank gets from each."""
         self._segments: list[list[tuple[int, int]]] = [[] for _ in range(num)]
         """``[buckets]``: the owners of what this rank uses, and how many elements, in order."""
-        self.mine: list[list[tuple[Run, int]]] = [[] for _ in range(num)]
+        self.mine: list[list[tuple[BucketRun, int]]] = [[] for _ in range(num)]
         """``[buckets]``: this rank's runs in order, and the numbers of their pieces."""
         for user, pieces in enumerate(needs):
-            by_bucket: dict[int, list[tuple[Run, int]]] = defaultdict(list)
+            by_bucket: dict[int, list[tuple[BucketRun, int]]] = defaultdict(list)
             for number, piece in enumerate(pieces):
                 for run in buckets.runs(piece):
                     by_bucket[piece.whole.bucket].append((run, number))

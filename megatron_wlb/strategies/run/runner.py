@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.replicas import Layout, Strategy
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
-from megatron_wlb.runtime.stepping.step import ForwardStep
+from megatron_wlb.strategies.plan.strategy import Layout, Strategy
 from megatron_wlb.strategies.run.buckets import Buckets
 from megatron_wlb.strategies.run.pieces import Piece, whole_pieces
 from megatron_wlb.strategies.run.replica import LocalReplica
@@ -128,8 +127,8 @@ class StrategyRunner:
         return None if local is None else local.runner.take_reads()
 
     def run_schedule(
-        self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
-    ) -> list[Any]:
+        self, plan: StepPlan, *, forward_only: bool, **options: Any
+    ) -> list[torch.Tensor]:
         """Runs forward (and backward) of one step, as :meth:`StepRunner.run_schedule`; what the
         losses report whose part of the sum is this rank's. Gradients are left in the store, divided
         by the number of targets.
@@ -145,7 +144,7 @@ class StrategyRunner:
         links = None if plan.strategy is None else self._links.get(plan.strategy.key)
         if links is None:
             raise PlanError(
-                f"step {plan.step} is for strategy {plan.strategy}, which is none of this run's "
+                f"step {plan.step} is for strategy {plan.strategy}, which is not one of this run's "
                 f"{len(self._links)}; plan with those of --wlb-strategies"
             )
         local = links.replica
@@ -159,10 +158,10 @@ class StrategyRunner:
                 local.arena.gradients.zero_()
             self.store.forget_gradients()
             push = Push(links.push, adding, links.room_bytes)
-        reports: list[Any] = []
+        reports: list[torch.Tensor] = []
         number = links.number
         if local is not None and number is not None and plan.micro_batches[number]:
-            reports = local.run(plan, number, forward_step, pull, push, **options)
+            reports = local.run(plan, number, pull, push, **options)
             self._last = local
         pull.finish()
         if push is not None:

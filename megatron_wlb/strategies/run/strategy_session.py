@@ -24,7 +24,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan.replicas import Layout, Scheme
+from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.runtime.compat import hooks
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.kernels import (
     ChosenKernel,
@@ -45,7 +46,8 @@ from megatron_wlb.runtime.megatron_lm.chunks import install as install_chunks
 from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.ranks.hosts import Hosts
-from megatron_wlb.runtime.stepping.step import ForwardStep, StepRunner
+from megatron_wlb.runtime.stepping.step import StepRunner
+from megatron_wlb.strategies.plan.strategy import Layout
 from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 from megatron_wlb.strategies.run import shard_files
 from megatron_wlb.strategies.run.groups import GroupOpener, ReplicaGroups
@@ -191,6 +193,9 @@ class StrategySession(Session):
 
     # ── what a session does ─────────────────────────────────────────────────────────────────────
 
+    def set_up(self, keywords: dict[str, Any]) -> Mapping[str, Any]:
+        return hooks.adapter().with_provider(keywords)
+
     def take_model(self, chunks: Any) -> None:
         if self._chunks is not chunks:
             self._chunks = chunks
@@ -320,19 +325,17 @@ class _Reports:
         self.strategies.compare_reads()
 
     def run_schedule(
-        self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
-    ) -> list[dict[str, torch.Tensor]]:
+        self, plan: StepPlan, *, forward_only: bool, **options: Any
+    ) -> list[torch.Tensor]:
         """Runs a step; this rank's part of the sum of losses, and of what they are divided by."""
-        reports = self.strategies.run_schedule(
-            plan, forward_step, forward_only=forward_only, **options
-        )
+        reports = self.strategies.run_schedule(plan, forward_only=forward_only, **options)
         self.counts = bool(reports)
         total = torch.zeros(2, device=torch.cuda.current_device())
         for report in reports:
-            total[0] += report["lm loss"][0]
+            total[0] += report[0]
         if dist.get_rank() == 0:
             total[1] = plan.num_targets
-        return [{"lm loss": total}]
+        return [total]
 
 
 def _optimizer_state(

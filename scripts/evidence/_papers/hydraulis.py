@@ -24,14 +24,14 @@ from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.step_costs import UPDATE_BYTES, analytic_costs
 from megatron_wlb.data.lengths import Draw
 from megatron_wlb.plan import Document
-from megatron_wlb.plan.replicas import Cluster, Scheme
-from megatron_wlb.planning.balance.assign import Assignment, assign, step_plan
-from megatron_wlb.planning.balance.dispatch import Candidate, StepDocuments
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.balance.dispatch import StepDocuments
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, Scheme
 from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.strategies.plan.assigner import Assignment, Candidate, assign, step_plan
 from megatron_wlb.strategies.plan.propose import Proposal, StrategySpace, propose
 from megatron_wlb.strategies.plan.replica_steps import StrategySimulator, StrategyTimeline
 from megatron_wlb.strategies.plan.store_costs import ParameterStore
+from megatron_wlb.strategies.plan.strategy import Cluster
 from megatron_wlb.strategies.strategy_search import SAMPLE_STEPS, StrategyStudy, judge
 
 HARDWARE = "a800"

@@ -20,10 +20,10 @@ from ortools.sat.python import cp_model
 from _papers.hydraulis import Case, printed_layout, proposed, space_of, steps_of
 from _papers.paper import Effort
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Scheme
-from megatron_wlb.planning.balance.assign import assign, bins_of, pack, replica_us
-from megatron_wlb.planning.balance.dispatch import Candidate, Numbers, StepDocuments, dispatch
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.balance.assign import bins_of, pack, replica_us
+from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments, dispatch
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, Scheme
+from megatron_wlb.strategies.plan.assigner import Candidate, assign
 
 TRIALS = 100
 """Random orders of Algorithm 1 (Appendix D, footnote)."""
@@ -313,7 +313,7 @@ def one_step(
 ) -> Step:
     candidate = setting.candidate(step, hardware)
     started_s = time.process_time()
-    own = dispatch(step, candidate, math.inf)
+    own = dispatch(step, candidate.groups, math.inf)
     assert own is not None
     own_s = time.process_time() - started_s
     random = trials(step, candidate, seed)

@@ -18,10 +18,10 @@ from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.shape import Recompute
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.plan.replicas import Scheme
+from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.simulator.baseline import FULL
 from megatron_wlb.strategies.plan.propose import StrategySpace
 from megatron_wlb.strategies.strategy_search import study
-from megatron_wlb.study.search import FULL
 
 WINDOW = 128 * K
 DEVICES = 64
@@ -416,7 +416,7 @@ def _notes(effort: Effort) -> Sequence[str]:
         "parameters runs beside the passes, unless a row says otherwise.",
         f"- {effort.steps} iterations of each seed. Brackets are the lowest and highest seed.",
         "- Here strategies are planned and simulated. The launcher runs them "
-        "([how](strategies.md)).",
+        "([how](../strategies.md)).",
         "- `scripts/evidence/reproduce_paper.py --paper hydraulis --only KEY --out FOLDER` makes "
         f"one section alone: {', '.join(f'`{key}`' for key in HYDRAULIS.makers)}.",
     ]

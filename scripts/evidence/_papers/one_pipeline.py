@@ -27,7 +27,7 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.study.compare import Outcome, compare
+from megatron_wlb.simulator.trial import Outcome, trial, trials
 
 UNLIKE_COST = DocumentCost(
     REFERENCE_COST.forward_linear_us,
@@ -70,19 +70,16 @@ def pipeline(
     base = scenario("7b", REFERENCE_WINDOW, TABLE_1["7b", REFERENCE_WINDOW], vpp_size)
     run = replace(base, num_micro_batches=num_micro_batches)
     limit = max_tokens(run) if packing == "hold" else REFERENCE_WINDOW
-    return compare(
+    return trials(
         run.overlapped if overlapped else run,
-        LengthSource.of_distribution("reference"),
-        [PackingSettings.parse(packing, REFERENCE_WINDOW, limit)],
+        PackingSettings.parse(packing, REFERENCE_WINDOW, limit),
+        effort.of("reference"),
         shardings,
-        steps=effort.steps,
-        seeds=effort.seeds,
-        warm_up=effort.warm_up,
     )
 
 
 BEST_FOR_ORIGINAL = Parallelism(2, 8, 2, 8, 2, sequence_parallel=True)
-"""What `wlb plan` finds for `original`: 7B on 64 GPUs, N = 16 (docs/slices.md)."""
+"""What `wlb plan` finds for `original`: 7B on 64 GPUs, N = 16 (docs/results/slices.md)."""
 
 
 def overlap_gain(effort: Effort) -> float:
@@ -90,17 +87,9 @@ def overlap_gain(effort: Effort) -> float:
     base = scenario("7b", REFERENCE_WINDOW, TABLE_1["7b", REFERENCE_WINDOW])
     execution = replace(base.execution, parallelism=BEST_FOR_ORIGINAL)
     run = replace(base, execution=execution, num_micro_batches=16)
-    (without,), (with_overlap,) = (
-        compare(
-            one,
-            LengthSource.of_distribution("reference"),
-            [PackingSettings.parse("original", REFERENCE_WINDOW, REFERENCE_WINDOW)],
-            ["adaptive"],
-            steps=effort.steps,
-            seeds=effort.seeds,
-            warm_up=effort.warm_up,
-        )
-        for one in (run, run.overlapped)
+    setting = PackingSettings.parse("original", REFERENCE_WINDOW, REFERENCE_WINDOW)
+    without, with_overlap = (
+        trial(one, setting, effort.of("reference")) for one in (run, run.overlapped)
     )
     return with_overlap.speedup(without)
 

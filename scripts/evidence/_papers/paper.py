@@ -22,10 +22,10 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.plan.sharding.shard import Kind
 from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.metrics import PackingMetrics
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.settings.packings import PACKINGS, Place
-from megatron_wlb.study.compare import Outcome, compare
-from megatron_wlb.study.evaluate import Evaluation, evaluate
+from megatron_wlb.simulator.trial import Outcome, Steps, packed, trials
 
 K = 1024
 VPP_SIZE = 2
@@ -98,6 +98,10 @@ class Effort:
     hardware: str = HARDWARE
     """Name or file; attention is measured where it has such tables."""
 
+    def of(self, distribution: str) -> Steps:
+        source = LengthSource.of_distribution(distribution)
+        return Steps(source, self.steps, self.warm_up, self.seeds)
+
 
 def scenario(
     model: str,
@@ -145,8 +149,8 @@ def forward_cost(base: Run) -> DocumentCost:
 
 def table_2(
     effort: Effort, packings: Sequence[str], *, overlapped: bool = False
-) -> dict[str, list[Evaluation]]:
-    """Imbalance of packings at 7B-128K, one evaluation a seed; ``overlapped`` as of
+) -> dict[str, list[PackingMetrics]]:
+    """Imbalance of packings at 7B-128K, one a seed; ``overlapped`` as of
     :func:`scenario`.
     """
     base = _row_of_table_2(effort, overlapped=overlapped)
@@ -159,7 +163,7 @@ def _row_of_table_2(effort: Effort, *, overlapped: bool = False) -> Run:
     return scenario("7b", 128 * K, layout, hardware=effort.hardware, overlapped=overlapped)
 
 
-def printed_algorithm(effort: Effort, departures: Sequence[str]) -> list[Evaluation]:
+def printed_algorithm(effort: Effort, departures: Sequence[str]) -> list[PackingMetrics]:
     """Table 2's case by Algorithm 1 as printed but for ``departures``, with one queue."""
     place = Place("", f"{algorithm_1.__name__}:PrintedPacker")
     kind = algorithm_1.with_departures(*departures)
@@ -172,7 +176,7 @@ def printed_algorithm(effort: Effort, departures: Sequence[str]) -> list[Evaluat
 
 def sensitivity(
     effort: Effort, windows: Sequence[float], thresholds: Sequence[Sequence[float]]
-) -> dict[tuple[float, tuple[float, ...]], list[Evaluation]]:
+) -> dict[tuple[float, tuple[float, ...]], list[PackingMetrics]]:
     """Table 2's case by ``wlb`` for each S_max and each set of thresholds, in windows."""
     base = _row_of_table_2(effort)
     cost, found = forward_cost(base), {}
@@ -185,7 +189,7 @@ def sensitivity(
     return found
 
 
-def figure_6(effort: Effort, batches: Sequence[int]) -> dict[int, list[Evaluation]]:
+def figure_6(effort: Effort, batches: Sequence[int]) -> dict[int, list[PackingMetrics]]:
     """Imbalance of attention alone (§3.3), by how many global batches are packed together.
 
     The paper does it on its 550M model and says neither window nor N: those of 550M-128K.
@@ -200,7 +204,7 @@ def figure_6(effort: Effort, batches: Sequence[int]) -> dict[int, list[Evaluatio
 
 def _evaluate(
     base: Run, cost: DocumentCost, packing: str, limit: int, effort: Effort
-) -> list[Evaluation]:
+) -> list[PackingMetrics]:
     setting = PackingSettings.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
     holds = setting.name != "fixed-solver"  # which holds nothing back, so nothing has to fill
     return _evaluated(base, cost, setting, effort.steps if holds else effort.solver_steps, effort)
@@ -208,14 +212,14 @@ def _evaluate(
 
 def _evaluated(
     base: Run, cost: DocumentCost, setting: PackingSettings, steps: int, effort: Effort
-) -> list[Evaluation]:
+) -> list[PackingMetrics]:
     warm_up = 0 if setting.name == "fixed-solver" else effort.warm_up
     documents = LengthSource.of_distribution(DISTRIBUTION)
     workloads = [
         Workload(documents, base.window, base.num_micro_batches, cost, seed)
         for seed in effort.seeds
     ]
-    return [evaluate(one, setting, steps, warm_up=warm_up) for one in workloads]
+    return [packed(one, setting, steps, warm_up) for one in workloads]
 
 
 Pair: TypeAlias = tuple[str, Mode | Kind]
@@ -232,15 +236,8 @@ def speedups(base: Run, pairs: Sequence[Pair], effort: Effort) -> dict[Pair, Out
         shardings.setdefault(packing, []).append(sharding)
     found: dict[Pair, Outcome] = {}
     for packing, modes in shardings.items():
-        outcomes = compare(
-            base,
-            LengthSource.of_distribution(DISTRIBUTION),
-            [PackingSettings.parse(packing, base.window, limit)],
-            modes,
-            steps=effort.steps,
-            seeds=effort.seeds,
-            warm_up=effort.warm_up,
-        )
+        setting = PackingSettings.parse(packing, base.window, limit)
+        outcomes = trials(base, setting, effort.of(DISTRIBUTION), modes)
         found |= {(packing, mode): one for mode, one in zip(modes, outcomes, strict=True)}
     return found
 

@@ -275,7 +275,7 @@ def _backward(effort: Effort) -> Section:
         "speed-up over `slim`",
         rows,
         [("a backward pass with units of its own gains 1 % or more", max(own) >= 0.01 + 1)],
-        f"Own cuts gain {min(own) - 1:.1%} to {max(own) - 1:.1%}, of which unlike costs are worth "
+        f"Own cuts gain {min(own) - 1:.1%} to {max(own) - 1:.1%}, and unlike costs alone "
         f"{min(due):.1%} to {max(due):.1%}. They would need the forward to be cut at both sets of "
         "cuts, or computed again, so the project keeps units that serve both passes. Unions lose: "
         "fewer backward units fill and drain the pipeline for longer. What is left to gain is in "
@@ -335,7 +335,7 @@ def _hold(effort: Effort) -> Section:
         "helps slices. With V = 4 each, "
         f"`slim` does {min(over_chunks):.2f} to {max(over_chunks):.2f} times the work a second of "
         f"`original`, and net of the overlap {min(net_chunks):.2f} to {max(net_chunks):.2f} times. "
-        "In the layout that is best for `original` ([slices.md](slices.md)) TP is 2, and the "
+        "In the layout that is best for `original` ([slices.md](../slices.md)) TP is 2, and the "
         f"overlap is worth {overlap_gain(effort) - 1:.1%}.",
         ("over `original` as Megatron shards it", "net", "bubbles", "peak GiB"),
         1.0,

@@ -18,9 +18,9 @@ from _papers.hydraulis_optimum import (
     one_step,
     trials,
 )
-from megatron_wlb.plan.replicas import Scheme
 from megatron_wlb.planning.balance.assign import bins_of
 from megatron_wlb.planning.balance.dispatch import StepDocuments, dispatch
+from megatron_wlb.planning.balance.replica_costs import Scheme
 
 LENGTHS = (9000, 7500, 6100, 4000, 3300, 2100, 1500, 900, 350)
 SPACE = space_of(Case("7b", 16), "a800")
@@ -49,7 +49,7 @@ def test_ideal_dispatch_is_the_best_of_all() -> None:
 
 def test_ways_dispatch_each_document_once_and_none_beats_the_bound() -> None:
     step = StepDocuments(LENGTHS)
-    own = dispatch(step, CANDIDATE, math.inf)
+    own = dispatch(step, CANDIDATE.groups, math.inf)
     assert own is not None
     random = trials(step, CANDIDATE, 1)
     assert trials(step, CANDIDATE, 1) == random

@@ -14,8 +14,8 @@ from _papers.algorithm_1 import DEPARTURES
 from _papers.kernels import FEW_QUERIES, SlowShortRun
 from _papers.kernels_page import figure_7, figure_10
 from _papers.paper import Effort, K
+from megatron_wlb.planning.packing.metrics import PackingMetrics
 from megatron_wlb.planning.run import Run
-from megatron_wlb.study.evaluate import Evaluation
 
 SLOW_RATES = (0.5, 0.25)
 VPP_SIZES = (1, 2, 4)
@@ -35,7 +35,7 @@ def _table_2(effort: Effort) -> Section:
         delay = statistics.fmean(e.delay for e in evaluations)
         extra = (_degree(hidden[name]) if name in hidden else "", f"{delay:.2f}", f"{own_ms:.2f}",
                  "" if ms is None else f"{ms:g}")  # fmt: skip
-        rows.append(row_of(name, [e.metrics.imbalance_mean for e in evaluations], degree, extra))
+        rows.append(row_of(name, [e.imbalance_mean for e in evaluations], degree, extra))
         value[name] = rows[-1].value
     printed = {
         what: paper.printed_algorithm(effort, names)
@@ -45,7 +45,7 @@ def _table_2(effort: Effort) -> Section:
         )
     }
     for what, evaluations in printed.items():
-        values = [e.metrics.imbalance_mean for e in evaluations]
+        values = [e.imbalance_mean for e in evaluations]
         delay = statistics.fmean(e.delay for e in evaluations)
         rows.append(row_of(what, values, None, ("", f"{delay:.2f}", "", "")))
     greedy = [value[f"fixed-greedy:{number}"] for number in (8, 4, 2, 1)]
@@ -82,8 +82,8 @@ def _table_2(effort: Effort) -> Section:
     )
 
 
-def _degree(evaluations: Sequence[Evaluation]) -> str:
-    return f"{statistics.fmean(e.metrics.imbalance_mean for e in evaluations):.3f}"
+def _degree(evaluations: Sequence[PackingMetrics]) -> str:
+    return f"{statistics.fmean(e.imbalance_mean for e in evaluations):.3f}"
 
 
 S_MAX = (1.05, 1.1, 1.25, 1.5, 2)
@@ -100,7 +100,7 @@ def _sensitivity(effort: Effort) -> Section:
     found = paper.sensitivity(effort, S_MAX, list(THRESHOLDS.values()))
     rows = []
     for name, shares in THRESHOLDS.items():
-        values = [e.metrics.imbalance_mean for e in found[1.1, shares]]
+        values = [e.imbalance_mean for e in found[1.1, shares]]
         delay = statistics.fmean(e.delay for e in found[1.1, shares])
         others = (_degree(found[size, shares]) for size in S_MAX if size != 1.1)
         rows.append(row_of(name, values, None, (*others, f"{delay:.2f}")))
@@ -126,7 +126,7 @@ def _figure_6(effort: Effort) -> Section:
     found = paper.figure_6(effort, BATCHES)
     rows = [
         row_of(f"{number} global batch{'es' * (number > 1)}",
-             [e.metrics.imbalance_mean for e in found[number]],
+             [e.imbalance_mean for e in found[number]],
              None, (f"{statistics.fmean(e.delay for e in found[number]):.2f}",))
         for number in BATCHES
     ]  # fmt: skip
@@ -342,7 +342,7 @@ def _figure_14(effort: Effort) -> Section:
         found = paper.speedups(base, [("wlb:2", "adaptive"), ("hold", "adaptive")], effort)
         plain = found[paper.PLAIN]
         ours, hold = found["wlb:2", "adaptive"], found["hold", "adaptive"]
-        extra = (f"{hold.speedup(plain):.2f}", f"{plain.packing_imbalance:.2f}",
+        extra = (f"{hold.speedup(plain):.2f}", f"{plain.metrics.imbalance_mean:.2f}",
                  f"{paper.max_tokens(base) / window:.2f}")  # fmt: skip
         lowest, highest = ours.speedup_by_seed(plain)
         printed = paper.FIGURE_14.get(window)

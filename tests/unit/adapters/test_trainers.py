@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.adapters.packing_scheduler import DEFAULT_COST, cost_of_config, groups_of, install
-from megatron_wlb.adapters.slime import build_dp_schedule
 from megatron_wlb.adapters.trainers import FLOPS_A_US, filled_ranks
 from megatron_wlb.adapters.verl import get_seqlen_balanced_partitions, micro_batches_of
 from megatron_wlb.cost import Parallelism
@@ -193,28 +192,6 @@ def test_megatron_s_scheduler_takes_its_layout_from_megatron(key, most) -> None:
     assert sorted(n for one in found for own in one for n in own) == [*range(16)]
 
 
-def test_a_map_without_megatron_s_scheduler_is_told() -> None:
-    with pytest.raises(ConfigError, match="has default_dynamic_cp, but no dp_balanced"):
-        install({"default_dynamic_cp": object})
-
-
-def test_slime_s_cap_leaves_room_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor-parallel ranks share a sequence there, in equal parts."""
-    flops = ModuleType("slime.utils.flops_utils")
-    flops.calculate_fwd_flops = lambda lengths, _args: sum(4e9 * n + 1e6 * n * n for n in lengths)
-    for module in (ModuleType("slime"), ModuleType("slime.utils"), flops):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    args = SimpleNamespace(
-        use_dynamic_batch_size=True, max_tokens_per_gpu=103, tensor_model_parallel_size=4
-    )
-    config = {"dp_size": 1, "cp_size": 1, "vpp_size": 1}
-    # Two steps: 60 + 41 is below 103, but 102 are above it with padding; 60 + 40 are not.
-    found = build_dp_schedule(
-        args, config, [60, 41, 60, 40], global_batch_size=1, rollout_indices=[0, 0, 1, 1]
-    )
-    assert found == ([[0, 1, 2, 3]], [[[0], [1], [2, 3]]], [2, 1], [1, 1])
-
-
 def test_megatron_s_flops_count_each_matrix_of_a_model() -> None:
     sizes = {"hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "kv_channels": 16}
     llama = SimpleNamespace(**sizes, num_query_groups=2, num_layers=3, gated_linear_unit=True)
@@ -228,3 +205,18 @@ def test_megatron_s_flops_count_each_matrix_of_a_model() -> None:
 def test_too_few_samples_are_told() -> None:
     with pytest.raises(ConfigError, match="3 samples are too few"):
         filled_ranks([5, 6, 7], 64, Parallelism(dp_size=4), DEFAULT_COST)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"),
+    [
+        ("verl", "rearrange_micro_batches"),
+        ("slime", "build_dp_schedule"),
+        ("packing_scheduler", "install"),
+    ],
+)
+def test_former_path_of_an_adapter_names_the_new_one(adapter: str, name: str) -> None:
+    with pytest.warns(FutureWarning, match=f"import megatron_wlb.adapters.{adapter} instead"):
+        before = importlib.import_module(f"megatron_wlb.{adapter}")
+    now = importlib.import_module(f"megatron_wlb.adapters.{adapter}")
+    assert getattr(before, name) is getattr(now, name)

@@ -23,8 +23,7 @@ def folder(wlb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "DELAY_PRICES", (0.15,))
     monkeypatch.setattr(tuning, "TAUS", (1.0,))
     monkeypatch.setattr(tuning, "NUM_REFINED", 1)
-    for command in ("pack", "tune"):
-        monkeypatch.setattr(f"megatron_wlb.cli.{command}.WARM_UP_STEPS", 4)
+    monkeypatch.setattr("megatron_wlb.cli.inputs.WARM_UP_STEPS", 4)
     Path("one.txt").write_text("2\n")
 
 
@@ -36,20 +35,13 @@ def test_pack_advises_nothing_slower_than_its_table_has_within_the_limit(limit, 
     (advised,) = [row for row in rows if f"train with {' '.join(row['flags'])}: " in out]
     assert advised["delay_mean"] <= float(limit)
     for row in rows:
-        if row["delay_mean"] <= float(limit):
-            assert round(advised["work_speedup"], 3) >= round(row["work_speedup"], 3)
+        if row["delay_mean"] <= float(limit) and not row["out_of_memory"]:
+            assert round(advised["speedup"], 3) >= round(row["speedup"], 3)
 
 
 def test_pack_says_where_a_gain_comes_from_order_alone(wlb) -> None:
     out = wlb("pack", REFERENCE, "--pp-size 4 --steps 10 --packing original,fixed-greedy").out
     assert "comes from the order in which micro-batches run" in out
-
-
-def test_pack_without_anything_within_the_limit_says_what_comes_nearest(wlb) -> None:
-    packing = "--packing fixed-greedy:8,fixed-greedy:4"
-    out = wlb("pack", REFERENCE, "--steps 5 --max-delay 0.1", packing).out
-    assert "nothing here keeps within a mean delay of 0.1 steps" in out
-    assert "of fixed-greedy, 4 batches." in out
 
 
 def test_advised_flags_have_the_rules_that_were_packed_by(wlb) -> None:
@@ -59,17 +51,6 @@ def test_advised_flags_have_the_rules_that_were_packed_by(wlb) -> None:
     for flags in (advised, tuned.splitlines()[-1]):
         own = parse(shlex.split(flags)).wlb
         assert (own.wlb_packing, own.wlb_max_age, own.wlb_max_step_tokens) == ("hold", 5, 300000)
-
-
-@pytest.mark.parametrize("command", ["pack", "tune"])
-def test_headers_name_the_cost_model(command: str, wlb) -> None:
-    Path("cost.json").write_text(
-        '{"forward_linear_us": 1, "forward_quadratic_us": 0.1, "backward_linear_us": 2,'
-        ' "backward_quadratic_us": 0.2}'
-    )
-    words = command, REFERENCE, "--packing hold --steps 2"
-    assert "cost of LLaMA2-7B at 128K" in wlb(*words).out
-    assert "cost of cost.json" in wlb(*words, "--cost cost.json").out
 
 
 @pytest.mark.parametrize(
@@ -95,10 +76,10 @@ def test_one_document_is_answered_soon(command: str, wlb) -> None:
 
 
 def test_fewer_steps_of_few_documents_are_said(wlb) -> None:
-    words = "pack --lengths one.txt --window 64"
+    words = "pack --lengths one.txt --window 512"
     out, err = wlb(words)
-    assert "takes 128 documents of 2 tokens, and there are 1: 18 steps instead of 400" in err
-    assert "18 steps" in out
+    assert "takes 1,024 documents of 2 tokens, and there are 1: 15 steps instead of 40" in err
+    assert "15 steps" in out
     assert "30 steps" in wlb(words, "--steps 30").out
 
 
@@ -115,17 +96,3 @@ def test_long_work_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeyp
     with output.progress_bar("packing") as progress:
         progress(1, 2)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("command", "done"), [("pack", "packed"), ("tune", "judged")])
-def test_slices_are_left_out_aloud_where_there_is_no_pipeline(command, done, wlb) -> None:
-    few = f"{command} --lengths one.txt --window 64"
-    said = f"note: slim is not {done}, as it gains in pipelines: give --pp-size of 2 or more\n"
-    for words, told in ((few, True), (f"{few} --pp-size 1", True), (f"{few} --pp-size 2", False)):
-        out, err = wlb(words)
-        assert (said in err) is told is ("slim" not in out)
-    assert "slim" in wlb.help(command)
-    if command == "pack":  # what is asked for by name is there
-        assert said not in wlb(few, "--packing original").err
-    else:
-        assert "settings of wlb, hold" in " ".join(wlb(few).out.split())

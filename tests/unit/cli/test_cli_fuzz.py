@@ -229,7 +229,7 @@ def texts() -> Iterator[tuple[str, str]]:
     yield "a: !!int foo", "invalid literal"
     yield "a: " + "[" * 1000, "nested too deep"
     yield "a: 2024-05-40", "day is out of range"
-    yield "1: 2", "the name 1 is no text"
+    yield "1: 2", "the name 1 is not a text"
     yield "a: 1" + "0" * 400, "hundreds of digits"
 
 

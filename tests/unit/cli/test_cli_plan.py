@@ -63,6 +63,7 @@ STOCK = {  # by Megatron's own names and defaults, and with flags that no settin
         "--deterministic-mode": True, "--moe-per-layer-logging": True,
         "--recompute-activations": True, "--num-layers-per-virtual-pipeline-stage": 1,
         "--tokenizer-type": "NullTokenizer", "--vocab-size": 5000, "--lr-warmup-fraction": 0.01,
+        "--lr-decay-style": "WSD", "--lr-wsd-decay-iters": 3,
         "--data-path": "[0.3 ${DATA}/a 0.7 ${DATA}/b]", "--train-iters": 9, "--lr": 1e-4,
         "--tensor-model-parallel-size": 2, "--sequence-parallel": True, "--eval-interval": 100,
     },
@@ -86,8 +87,8 @@ def test_json_has_the_ranking_the_rejected_and_the_command(plan) -> None:
     assert all(row.keys() >= KEYS for row in ranked)
     mfu = [row["mfu"] for row in ranked if row["fits"]]
     assert len(mfu) > 3
-    within = [row for row in ranked if row["fits"] and row["delay_steps"] <= 1.0]
-    speeds = [round(row["speedup"], 3) for row in within]
+    within = [row for row in ranked if row["fits"] and row["delay_mean"] <= 1.0]
+    speeds = [round(row["speedup_over_best"], 3) for row in within]
     assert ranked[: len(within)] == within and speeds == sorted(speeds, reverse=True)
     for row in ranked:
         sizes = [row[f"{name}_size"] for name in ("tp", "cp", "pp", "dp")]
@@ -102,7 +103,7 @@ def test_command_and_recipe_are_those_of_the_best(plan) -> None:
     found = plan("--out best.yaml --num-micro-batches 4 8")
     best = found["ranked"][0]
     words = shlex.split(found["command"])
-    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
+    config = parse(words[words.index("megatron_wlb.launch") + 1 :])
     p = config.parallel
     assert (
         p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size,
@@ -133,7 +134,7 @@ def test_command_and_recipe_make_the_model_that_was_planned(model: dict[str, Any
     words = SMALL.replace("small.yaml", "model.yaml").replace("1.2", "20")
     found = wlb.json(words, "--refine 1 --packing hold --out best.yaml")
     command = shlex.split(found["command"])
-    flags = command[command.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :]
+    flags = command[command.index("megatron_wlb.launch") + 1 :]
     recipe, planned = read_recipe("best.yaml", {}), read_model("model.yaml")
     for words in (flags, recipe.arguments):
         built = settings_of_script(words)
@@ -146,7 +147,14 @@ def test_command_and_recipe_make_the_model_that_was_planned(model: dict[str, Any
                 continue
             got = built.flat()[name]  # of patterns with brackets around them
             assert got == value or str(got).strip("()") == str(value).strip("()"), name
-    others = {"--lr-warmup-fraction", "--tokenizer-type", "--moe-per-layer-logging", "--fp16"}
+    others = {
+        "--lr-decay-style",
+        "--lr-wsd-decay-iters",
+        "--lr-warmup-fraction",
+        "--tokenizer-type",
+        "--moe-per-layer-logging",
+        "--fp16",
+    }
     assert (others <= {*flags}) == (model is STOCK)
     if model is STOCK:
         assert not {"--recompute-activations", "--num-layers-per-virtual-pipeline-stage"} & {*flags}
@@ -167,10 +175,10 @@ def test_model_that_no_flags_make_has_no_command(plan, wlb) -> None:
 def test_table_ranks_and_says_what_cannot_run(wlb) -> None:
     out = wlb(SMALL, "--rows 2").out
     assert "What cannot run" in out and "do not divide" in out and "Fastest within " in out
-    assert "simulated: 2 steps of each, seed 1; mean delay up to 1 step (--max-delay)" in out
+    assert "simulated: 2 steps of each, seed 1234; mean delay up to 1 step (--max-delay)" in out
     assert "memory up to 1.1 GiB (5% left free)" in out
     assert "left to add: --data-path, --tokenizer-type, --train-iters, --lr, --eval-inter" in out
-    launcher = '-m megatron_wlb.launch "$MEGATRON_LM_PATH"/pretrain_gpt.py --num-layers'
+    launcher = "-m megatron_wlb.launch --num-layers"
     assert f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 {launcher}" in out
 
 
@@ -218,10 +226,10 @@ def test_slices_are_tried_where_they_can_run(wlb, plan) -> None:
 @pytest.mark.parametrize("limit", ["0", "0.1", "3"])
 def test_limit_of_delay_bounds_what_is_ranked_first(limit: str, plan) -> None:
     ranked = plan("--max-delay", limit)["ranked"]
-    assert ranked[0]["delay_steps"] <= float(limit)
+    assert ranked[0]["delay_mean"] <= float(limit)
     for row in ranked:
-        if row["delay_steps"] <= float(limit) and row["fits"]:
-            assert round(ranked[0]["speedup"], 3) >= round(row["speedup"], 3)
+        if row["delay_mean"] <= float(limit) and row["fits"]:
+            assert round(ranked[0]["speedup_over_best"], 3) >= round(row["speedup_over_best"], 3)
 
 
 def test_command_has_what_becomes_of_long_documents(plan) -> None:
@@ -261,11 +269,14 @@ def test_n_without_a_number_is_what_has_four_million_tokens(wlb) -> None:
         ("--headroom 1", "--headroom is 1; give a share"),
         ("--cost cost.json", "holds for the layout it was measured with"),
         ("--window 0", "--window is 0"),
+        ("--model yarn.yaml", "--position-embedding-type yarn, which no run with --wlb-packing"),
         ("--out .", "is a folder"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_leaves_no_file(words: str, says: str, wlb) -> None:
     Path("experts.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4}))
+    yarn = {"num_layers": 4, "position_embedding_type": "yarn"}
+    Path("yarn.yaml").write_text(yaml.safe_dump(yarn))
     before = sorted(Path().rglob("*"))
     assert says in wlb.refusal(SMALL, "--out r.yaml", words)
     assert sorted(Path().rglob("*")) == before

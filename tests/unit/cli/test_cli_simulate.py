@@ -59,7 +59,7 @@ def test_json_has_a_row_for_each_packing_and_sharding(rows) -> None:
         for packing, shaped in (("original", False), ("wlb", False), ("hold", True))
         for sharding in ("per-sequence", "hybrid")
     ]
-    assert found[0]["speedup"] == 1 < found[-1]["speedup"]
+    assert found[0]["speedup"] < found[1]["speedup"] == 1 < found[-1]["speedup"]
     for row in found:
         assert row["step_ms"] > 0 and row["tokens_per_s"] > 0 and row["peak_gib"] > 0
         assert 0 < row["mfu"] < 1 and 0 < row["bubble_share"] < 1
@@ -68,13 +68,12 @@ def test_json_has_a_row_for_each_packing_and_sharding(rows) -> None:
 
 
 def test_default_compares_shaped_steps_where_there_are_stages(rows) -> None:
-    one = rows(SMALL, "--num-micro-batches 4")
-    assert [row["title"] for row in one] == ["original", "fixed-greedy, 1 batch", "wlb", "hold"]
-    two = rows(SMALL, "--pp-size 2")
-    assert [row["title"] for row in two] == [*(row["title"] for row in one), "hold, shaped", "slim"]
-    chunks = rows(SMALL, "--pp-size 2 --vpp-size 2")
-    assert [row["title"] for row in chunks] == [row["title"] for row in two]
+    one, two = rows(SMALL), rows(SMALL, "--pp-size 2")
+    titles = [row["title"] for row in one]
+    assert {"original", "fixed-greedy, 4 batches", "wlb", "hold", "slim"} < {*titles}
+    assert [row["title"] for row in two] == [*titles, "hold, shaped"]
     assert {row["sharding"] for row in two} == {"per-sequence"}
+    assert one[0]["speedup"] == 1 and {row["num_micro_batches"] for row in (*one, *two)} == {4}
 
 
 def test_seed_decides_the_figures(rows) -> None:
@@ -86,8 +85,12 @@ def test_seed_decides_the_figures(rows) -> None:
 
 def test_training_settings_give_model_window_batch_and_layout(rows) -> None:
     words = f"{QUICK} --model settings.yaml --packing hold"
-    ours = rows(words)
-    assert ours == rows(words, "--window 2048 --cp-size 2 --pp-size 2 --num-micro-batches 6")
+
+    def figures(*words: str) -> list[dict[str, Any]]:
+        return [row | {"ms_per_step": 0} for row in rows(*words)]
+
+    ours = figures(words)
+    assert ours == figures(words, "--window 2048 --cp-size 2 --pp-size 2 --num-micro-batches 6")
     assert {row["sharding"] for row in ours} == {"per-sequence", "adaptive"}
     assert {row["sharding"] for row in rows(words, "--cp-size 1")} == {"per-sequence"}
 
@@ -95,8 +98,8 @@ def test_training_settings_give_model_window_batch_and_layout(rows) -> None:
 def test_training_settings_give_recomputation_and_group_size(rows) -> None:
     def of(more: str = "", **settings: object) -> dict[str, Any]:
         write("some.yaml", SETTINGS | VPP | settings)
-        (row,) = rows(QUICK, "--model some.yaml --packing original --cp-size 1", more)
-        return row
+        words = QUICK, "--model some.yaml --packing original --cp-size 1", more
+        return rows(*words)[0] | {"ms_per_step": 0}
 
     block = {"recompute-granularity": "full", "recompute-method": "block"}
     first = of(**block, **{"recompute-num-layers": 1})
@@ -120,7 +123,9 @@ def test_report_leaves_documents_without_tokens_out(wlb) -> None:
 
 def test_recipe_of_the_paper_is_simulated_as_it_stands(wlb) -> None:
     out = wlb(QUICK, "--packing hold --model", CONFIGS / "experiment/7b-128k.yaml").out
-    assert "7b-128k on 64 × h100-sxm, TP 8 × CP 2 × PP 4 × VPP 2, window 131,072, N 4" in out
+    assert "7b-128k on 64 × h100-sxm, TP 8 × CP 2 × PP 4 × VPP 2, window 131,072, N 4" in " ".join(
+        out.split()
+    )
 
 
 def test_devices_of_a_recipe_give_its_data_parallel_ranks(wlb) -> None:
@@ -168,8 +173,8 @@ def test_files_are_written_whole(wlb) -> None:
 
 def test_memory_that_is_too_small_is_said_not_refused(wlb) -> None:
     out, err = wlb(SMALL, "--memory-gib 0.2")
-    assert "note: S_max is one window" in err
-    assert re.search(r"out of memory: pipeline rank 0 at .*above the limit of 0.20 GiB",
+    assert "note: S_max is 4,096 tokens (1.00 windows), though even so many do not fit" in err
+    assert re.search(r"out of memory: pipeline rank 0 of .* at .*above the limit of 0.20 GiB",
                      " ".join(out.split()))  # fmt: skip
 
 
@@ -182,8 +187,11 @@ def test_memory_that_is_too_small_is_said_not_refused(wlb) -> None:
         ("--pp-size 4 --vpp-size 2 --num-micro-batches 3", "group_size"),
         ("--dp-size 0", "--dp-size is 0; give at least 1"),
         ("--dp-size 2 --ep-size 2", "EP is 2, but the model has no experts"),
-        ("--num-micro-batches -1", "num_micro_batches is -1"),
-        ("--num-micro-batches 0 --model settings.yaml", "num_micro_batches is 0; give at least 1"),
+        ("--num-micro-batches -1", "--num-micro-batches is -1"),
+        (
+            "--num-micro-batches 0 --model settings.yaml",
+            "--num-micro-batches is 0; give at least 1",
+        ),
         ("--memory-gib -3", "--memory-gib is -3.0"),
         ("--hardware h1000", "unknown hardware h1000"),
         ("--hardware slow.yaml", "tp_overlap, cp_overlap are missing; add them"),
@@ -277,4 +285,5 @@ def test_recipe_says_how_experts_are_divided(rows) -> None:
     (said, *_), (given, *_), (other, *_) = (
         rows(words, more) for more in ("", "--ep-size 4", "--ep-size 1")
     )
+    said, given = ({**row, "ms_per_step": 0} for row in (said, given))
     assert said == given and said["expert_wait_share"] > 0 == other["expert_wait_share"]

@@ -60,7 +60,7 @@ def test_packings_are_tried_on_the_stages_of_a_file(wlb) -> None:
     for name in ("even", "last", "layout"):
         words = f"pack --distribution reference --model {name}.yaml --steps 3"
         found, asked = (
-            wlb.json(words, "--packing original hold", more)["rows"][1]["work_speedup"]
+            wlb.json(words, "--packing original hold", more)["rows"][1]["speedup"]
             for more in ("", "--pp-size 4")
         )
         assert asked == found  # the pipeline of the file, said again

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.index import write_index
 
-from megatron_wlb.cli import tune as command
+from megatron_wlb.cli import inputs
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study import tune as module
 
@@ -16,8 +16,7 @@ REFERENCE = f"tune --distribution reference {OPTIONS}"
 
 @pytest.fixture(autouse=True)
 def quick(wlb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WARM_UP_STEPS", 4)
-    monkeypatch.setattr(command, "WARM_UP_STEPS", 4)
+    monkeypatch.setattr(inputs, "WARM_UP_STEPS", 4)
     monkeypatch.setattr(module, "THRESHOLDS", (1 / 4, 1 / 2))
     monkeypatch.setattr(module, "DELAY_PRICES", (0.05, 0.4))
     monkeypatch.setattr(module, "TAUS", (1.0,))
@@ -31,8 +30,10 @@ def test_json_has_the_recommendation_and_what_it_was_judged_against(wlb) -> None
     assert best["delay_mean"] <= 0.4 and best["flags"] == found["flags"]
     assert [row["packing"] for row in found["defaults"]] == ["wlb", "hold"]
     for row in found["defaults"]:
-        assert row["delay_mean"] > 0.4 or row["efficiency"] <= best["efficiency"]
-    assert [row["packing"] for row in found["baselines"]] == ["original", *["fixed-greedy"] * 2]
+        assert row["delay_mean"] > 0.4 or round(row["speedup"], 3) <= round(best["speedup"], 3)
+    assert [row["packing"] for row in found["baselines"]] == [
+        "original", *["fixed-greedy"] * 2, "slim",
+    ]  # fmt: skip
     assert len(found["tried"]) > len(found["frontier"]) > 1
     again = wlb.json(REFERENCE, "--max-delay 0.4")
     for result in (found, again):
@@ -45,9 +46,10 @@ def test_last_line_is_what_the_training_command_takes(wlb) -> None:
     own = parse(out.splitlines()[-1].split()).wlb
     assert own.wlb_packing == "wlb" and own.wlb_max_tokens is not None
     assert own.wlb_max_tokens <= 131072
-    assert all(line.startswith(("trying settings: ", "note: slim")) for line in err.splitlines())
-    assert "held-out" in out and "original" in out and "default" in out
-    assert "modelled" in out
+    assert all(line.startswith(("trying settings: ", "note: ")) for line in err.splitlines())
+    out = " ".join(out.split())
+    assert "recommended stands last" in out and "Gains are over original" in out
+    assert "simulated" in out
 
 
 def test_other_seeds_are_other_samples(wlb) -> None:
@@ -63,7 +65,7 @@ def test_corpus_is_parted_and_too_small_a_one_is_said(wlb) -> None:
     out, err = wlb("tune corpus", OPTIONS, "--packing hold")
     assert "documents repeat, in another order each time" in err
     assert "longer than the window of 65,536 tokens and cut" in err
-    assert "too few to part" not in err and "corpus, N=4" in out
+    assert "too few to part" not in err and "N 4, corpus" in " ".join(out.split())
     write_index("few", lengths[:20].tolist())
     err = wlb("tune few", OPTIONS, "--packing hold").err
     assert "20 documents are too few to part" in err
@@ -97,10 +99,10 @@ def test_bad_input_is_one_line(words: str, status: int, message: str, wlb) -> No
 def test_original_is_recommended_where_nothing_is_faster(wlb) -> None:
     # Documents of a window and more leave nothing to balance their pieces with.
     Path("long.txt").write_text("1724\n" * 40)
-    tune = "tune --lengths long.txt --window 1024 --steps 8 --max-delay 0.5"
+    tune = "tune --lengths long.txt --window 1024 --steps 8 --max-delay 0.5 --model 550m"
     found, out = wlb.json(tune), wlb(tune).out
     assert found["flags"] == ["--wlb-packing", "original"]
-    assert all(row["work_speedup"] < 0.99 for row in found["defaults"])
+    assert all(row["speedup"] < 1 for row in found["defaults"])
     limit = "a mean delay of 0.5 steps (--max-delay)"
     assert f"Nothing that was tried within {limit} is faster than original here" in out
     assert out.splitlines()[-1] == "--wlb-packing original"
@@ -111,16 +113,4 @@ def test_default_that_is_recommended_is_said_to_be_one(wlb, monkeypatch) -> None
     monkeypatch.setattr(module, "NEIGHBOUR", 1.0)
     tune = f"{REFERENCE} --packing hold --max-delay 5 --max-step-tokens 1000000"
     assert wlb.json(tune)["is_default"] is True
-    out = wlb(tune).out
-    assert "The defaults cannot be bettered here" in out
-    assert "default: hold" not in out and "recommended: hold" in out
-
-
-def test_layout_of_flags_is_the_one_that_is_priced_and_said(wlb) -> None:
-    words = f"{REFERENCE} --packing hold --model 7b --pp-size 2"
-    narrow, wide = (wlb.json(words, more) for more in ("", "--tp-size 8 --cp-size 2"))
-    assert [found["layout"]["tp_size"] for found in (narrow, wide)] == [1, 8]
-    tried, wider = (max(r["max_tokens"] for r in found["tried"]) for found in (narrow, wide))
-    assert tried == 65536 < wider
-    out = " ".join(wlb(words, "--tp-size 8 --cp-size 2").out.split())
-    assert "cost of 7b on h100-sxm, TP 8 × CP 2 × PP 2 × DP 1" in out
+    assert "The defaults cannot be bettered here" in wlb(tune).out

@@ -22,6 +22,8 @@ MODEL_ARGS:
   --max-position-embeddings: 32768
   --micro-batch-size: 1
   --eval-interval: 1000
+  --train-iters: 10
+  --lr: 1.0e-4
   --global-batch-size: 8
   --position-embedding-type: rope
   --context-parallel-size: 2

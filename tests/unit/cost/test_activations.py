@@ -52,47 +52,6 @@ def test_tensor_and_sequence_parallelism_share_as_the_literature_counts() -> Non
     assert sp == pytest.approx(34 / 8, rel=0.02)
 
 
-def test_full_recompute_keeps_one_hidden_state_a_group() -> None:
-    one = per_layer(recompute=Recompute("full", "uniform", 1))
-    two = per_layer(recompute=Recompute("full", "uniform", 2))
-    assert (one, two) == (pytest.approx(2), pytest.approx(1))
-    # With `block` the layers beyond the first are kept as without recompute.
-    assert per_layer(recompute=Recompute("full", "block", 2)) == pytest.approx(per_layer())
-
-
-def test_selective_recompute_keeps_nothing_of_the_kernel_but_its_output() -> None:
-    selective = Recompute("selective")
-    for kernels in ("fused", "torch"):
-        less = per_layer(kernels=kernels) - per_layer(recompute=selective, kernels=kernels)
-        assert less == pytest.approx(16 * 4 / 1024)  # log-sum-exp
-
-
-def test_context_parallelism_shares_the_tokens() -> None:
-    halves = per_layer(parallelism=Parallelism(cp_size=2))
-    assert halves == pytest.approx(per_layer() / 2)
-    full = Recompute("full", "uniform", 1)
-    tapes = [
-        ActivationModel(LLAMA, Execution(Parallelism(cp_size=cp), full, kernels="torch")).tape(
-            first=True, last=True
-        )
-        for cp in (1, 2)
-    ]
-    # Of twice the tokens as much, but for gradients of weights.
-    assert tapes[1].backward_peak_bytes(2000) == pytest.approx(tapes[0].backward_peak_bytes(1000))
-
-
-def test_last_chunk_has_the_logits() -> None:
-    model = ActivationModel(LLAMA, Execution(Parallelism(pp_size=2)))
-    middle = model.tape(first=False, last=False)
-    last = model.tape(first=False, last=True)
-    more = last.saved_per_token - middle.saved_per_token
-    # The fp32 softmax, the norm's input and output, labels.
-    assert more == pytest.approx(4 * 51200 + 2 * 2 * 1024, rel=0.001)
-    # bf16 logits beside it while it is made.
-    forward = last.forward_peak_bytes(1) - last.saved_per_token
-    assert forward == pytest.approx(2 * 51200)
-
-
 def test_llama_keeps_what_its_operations_read() -> None:
     """bf16, h = 1024, f = 4 h, in hidden sizes; 16 heads of 64."""
     residuals, norms, qkv, rotated, attended, fc1, product = 2, 2, 3, 2, 1, 8, 4
@@ -126,21 +85,3 @@ def test_gradients_of_keys_summed_in_fp32_take_more_in_backward() -> None:
     # Document by document: chunks' gradients and all of them in one, or then their exchange.
     assert most(False) == 3 * copy > copy + 2 * (rows + local) + query
     assert most(True) == copy + 4 * (rows + local) + query
-
-
-def test_kept_keys_are_those_that_a_rank_attends_to() -> None:
-    """Of CP=4: (2·4 + 1)/(2·4) of all tokens' keys and values, on each rank."""
-    layout = Parallelism(cp_size=4, tp_size=2)
-
-    def kept(keep_gathered: bool) -> float:
-        model = ActivationModel(LLAMA, Execution(layout, keep_gathered=keep_gathered))
-        return model.tape(first=False, last=False).saved_per_token
-
-    keys_and_values = 2 * LLAMA.layer.key_size / 2 * 2
-    assert kept(True) - kept(False) == pytest.approx(4 * 9 / 8 * keys_and_values)
-    assert kept(False) == pytest.approx(
-        ActivationModel(LLAMA, Execution(Parallelism(tp_size=2)))
-        .tape(first=False, last=False)
-        .saved_per_token
-        / 4
-    )

@@ -50,16 +50,6 @@ def test_layer_is_the_reference_formula() -> None:
     assert layer.elementwise_us * WINDOW / 1e3 == pytest.approx(0.671, rel=0.1)
 
 
-def test_whole_model_is_its_layers_and_ends() -> None:
-    """The LM head and the embedding are linear work too, 4 %."""
-    cost, layer = model().cost(), model().layer()
-    assert cost.forward_linear_us == pytest.approx(32 * layer.linear_us, rel=0.05)
-    assert cost.backward_linear_us < 2 * cost.forward_linear_us
-    assert cost.backward_quadratic_us == pytest.approx(2.5 * cost.forward_quadratic_us)
-    one = model(parallelism=Parallelism()).cost()
-    assert one.backward_linear_us == pytest.approx(2 * one.forward_linear_us)
-
-
 def test_forward_collectives_show_and_backward_ones_hide_behind_products() -> None:
     """Of 4 a layer forward all, of 6 backward two and what is not hidden of four."""
     fast = dataclasses.replace(H100, node_link_gb_s=10 * H100.node_link_gb_s)
@@ -120,62 +110,6 @@ def test_work_is_shared_and_collectives_come_with_it() -> None:
     assert one.elementwise_us / 4 == pytest.approx(spread.elementwise_us)
     assert tp.elementwise_us > spread.elementwise_us
     assert tp.tp_us == pytest.approx(spread.tp_us)
-
-
-def test_groups_that_leave_the_node_use_the_network() -> None:
-    inside = model(parallelism=Parallelism(tp_size=4, cp_size=2)).layer()
-    outside = model(parallelism=Parallelism(tp_size=8, cp_size=2)).layer()
-    # A rank of 8 gathers half of what a rank of 4 does, at a ninth of the bandwidth.
-    assert outside.cp_us == pytest.approx(9 / 2 * inside.cp_us)
-
-
-def test_grouped_queries_gate_and_norms_change_the_work() -> None:
-    grouped = dataclasses.replace(LLAMA2_7B, num_query_groups=8)
-    base, fewer = model().layer(), model(grouped).layer()
-    assert fewer.attention_us == base.attention_us
-    # A quarter of the bytes; but one key head a rank, so that nothing of its exchange is hidden.
-    assert fewer.cp_us == pytest.approx(base.cp_us / 4 / (1 - 0.9 / 2))
-    assert fewer.matrix_us < base.matrix_us
-    plain = model(dataclasses.replace(LLAMA2_7B, gated=False)).layer()
-    assert plain.matrix_us < base.matrix_us
-    assert plain.elementwise_us < base.elementwise_us
-    normed = model(dataclasses.replace(LLAMA2_7B, qk_norm=True)).layer()
-    assert normed.elementwise_us > base.elementwise_us
-
-
-def test_stages_add_up_and_the_last_has_the_vocabulary() -> None:
-    whole = model(parallelism=Parallelism(tp_size=8)).cost()
-    layout = Parallelism(tp_size=8, pp_size=4, vpp_size=2)
-    stages = model(parallelism=layout).stage_costs()
-    assert len(stages) == 8
-    for name in ("forward_linear_us", "forward_quadratic_us", "backward_linear_us"):
-        total = sum(getattr(stage, name) for stage in stages)
-        assert total == pytest.approx(getattr(whole, name))
-    assert {s.forward_quadratic_us for s in stages} == {stages[0].forward_quadratic_us}
-    first, *middle, last = (stage.forward_linear_us for stage in stages)
-    assert middle[0] == pytest.approx(middle[-1])
-    assert middle[0] < first < last
-    wider = dataclasses.replace(LLAMA2_7B, vocab_size=64000)
-    _, *others, wide_last = model(wider, layout).stage_costs()
-    assert wide_last.forward_linear_us > last
-    assert others[0].forward_linear_us == middle[0]
-
-
-def test_recomputing_adds_forwards_to_the_backward() -> None:
-    layout = Parallelism(tp_size=8, pp_size=2)
-    none = model(parallelism=layout).cost()
-    selective = model(parallelism=layout, recompute=Recompute("selective")).cost()
-    full = model(parallelism=layout, recompute=Recompute("full", "uniform", 4)).cost()
-    block = model(parallelism=layout, recompute=Recompute("full", "block", 4)).cost()
-    assert none.forward_us(WINDOW) == full.forward_us(WINDOW) == selective.forward_us(WINDOW)
-    again = none.forward_quadratic_us
-    assert selective.backward_quadratic_us == pytest.approx(none.backward_quadratic_us + again)
-    assert selective.backward_linear_us == none.backward_linear_us
-    assert full.backward_quadratic_us == pytest.approx(none.backward_quadratic_us + again)
-    # 4 of the 16 layers of each stage.
-    assert block.backward_quadratic_us == pytest.approx(none.backward_quadratic_us + again / 4)
-    layers = 32 * model(parallelism=layout).layer().linear_us
-    assert full.backward_linear_us == pytest.approx(none.backward_linear_us + layers)
 
 
 @pytest.mark.parametrize(("cp_size", "element_bytes", "times"), [(4, 2, 3), (4, 4, 2), (1, 2, 2)])

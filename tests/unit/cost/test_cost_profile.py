@@ -43,27 +43,6 @@ def test_fit_recovers_exact_times(forward, backward):
     assert fit.num_samples == len(LENGTHS)
 
 
-def test_fit_counts_relative_errors():
-    """5 % noise at every scale is a 5 % error at every scale, for short documents too."""
-    measured = samples((300, 0.05, 2e-6), (700, 0.11, 5e-6), LENGTHS * 5, noise=0.05)
-    fit = fit_document_cost(measured)
-    # The mean of |N(0, 0.05)| is 0.04; 60 draws rarely exceed 3 σ.
-    assert fit.mean_error == pytest.approx(0.04, abs=0.012)
-    assert fit.mean_error < fit.max_error < 0.17
-    for d in LENGTHS:
-        true = 1000 + 0.16 * d + 7e-6 * d * d
-        assert fit.cost.total_us([d]) == pytest.approx(true, rel=0.06)
-
-
-def test_fit_reports_the_error_that_no_such_cost_can_avoid():
-    steps = [
-        Sample(d, us, 2 * us) for d, us in [(10, 100.0), (20, 100.0), (30, 300.0), (40, 300.0)]
-    ]
-    fit = fit_document_cost(steps)
-    # A line through (10, 100), (40, 300) misses 20 by two thirds; the fit must do better, not well.
-    assert 0.1 < fit.mean_error < 0.3 < fit.max_error < 0.67
-
-
 @settings(max_examples=100)
 @given(
     times=st.lists(st.floats(1, 1e6), min_size=4, max_size=8),
@@ -97,9 +76,9 @@ def test_fit_is_the_best_without_negative_coefficients(times, lengths):
     [
         ([], "0 distinct lengths"),
         ([Sample(8, 1, 1), Sample(9, 2, 2), Sample(9, 3, 3)], "2 distinct lengths"),
-        ([Sample(d, d, d - 2) for d in (2, 3, 4)], r"backward_us=0\) is no measurement"),
-        ([Sample(d, float("nan"), d) for d in (2, 3, 4)], "is no measurement"),
-        ([Sample(d, 1, 1) for d in (0, 3, 4)], r"Sample\(length=0, .* is no measurement"),
+        ([Sample(d, d, d - 2) for d in (2, 3, 4)], r"backward_us=0\) is not a measurement"),
+        ([Sample(d, float("nan"), d) for d in (2, 3, 4)], "is not a measurement"),
+        ([Sample(d, 1, 1) for d in (0, 3, 4)], r"Sample\(length=0, .* is not a measurement"),
         ([Sample(d, 50, 90) for d in (2, 3, 4)], "do not grow with the length over 2-4 tokens"),
     ],
 )

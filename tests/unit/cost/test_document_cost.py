@@ -22,22 +22,6 @@ def test_total_adds_what_every_micro_batch_takes_once() -> None:
     assert COST.total_us(iter([4])) == 7 + COST.document_us(4)
 
 
-def test_work_tells_the_parts_of_the_total() -> None:
-    work = COST.work(iter([4, 1]))
-    assert (work.forward_linear_us, work.forward_attention_us) == (2 * 5, 0.5 * 17)
-    assert (work.backward_linear_us, work.backward_attention_us) == (3 * 5, 1.25 * 17)
-    assert work.forward_us == COST.forward_us(4) + COST.forward_us(1)
-    assert work.backward_us == COST.backward_us(4) + COST.backward_us(1)
-    assert work.total_us == COST.total_us([4, 1])
-    assert COST.work([]).total_us == 7
-
-
-def test_micro_batch_time_may_be_left_out() -> None:
-    values = COST.as_dict()
-    del values["micro_batch_us"]
-    assert DocumentCost.from_dict(values).micro_batch_us == 0
-
-
 def test_stored_cost_comes_back_as_what_it_was() -> None:
     rows = (Row(8, 1.0, 2.0), Row(64, 9.0, 17.0))
     tables = ProfiledCost({"hidden_size": 3}, 1, 1, rows, rows[:1])

@@ -18,10 +18,8 @@ from megatron_wlb.cost import (
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.layers import Layer, Precision, Precisions
-from megatron_wlb.cost.memory import num_communicators
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.parts import Experts
-from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.errors import ConfigError
 
 DENSE = ModelShape(
@@ -41,17 +39,6 @@ def model(
 
 def layer_of(shape: ModelShape) -> Layer:
     return shape.runs[-1][1]
-
-
-def test_token_passes_its_experts_the_shared_one_and_the_router() -> None:
-    attention = 8 * 64 + 2 * 4 * 64 + 8 * 64
-    assert layer_of(SHAPE).matrix_numbers == attention + 16 + 3 * 128 + 4 * 3 * 256
-    assert SHAPE.linear_parameters == 512 * (
-        4 * attention + 3 * 1408 + 3 * (16 + 3 * 128 + 4 * 3 * 256) + 8192
-    )
-    assert layer_of(DENSE.with_experts(replace(EXPERTS, topk=8), [True] * 4)).matrix_numbers == (
-        attention + 16 + 3 * 128 + 8 * 3 * 256
-    )
 
 
 def test_parameters_are_those_of_the_models() -> None:
@@ -92,31 +79,6 @@ def test_all_ranks_together_hold_each_parameter(layout: Parallelism) -> None:
     held = map(memory.stage_parameters, range(layout.num_stages))
     assert sum(held) * layout.tp_size + 3 * 16 * each == whole + repeated
     assert memory.total_parameters == whole  # copies do not count
-
-
-def test_optimizer_of_experts_is_spread_over_ranks_with_the_same_ones() -> None:
-    layout = Parallelism(1, 2, dp_size=4, ep_size=4)
-    memory = MemoryModel(SHAPE, Execution(layout))
-    experts = memory.expert_parameters(0)
-    dense = memory.num_parameters(0) - experts
-    assert layout.expert_dp_size == 2
-    assert memory.state_bytes(0).optimizer == -(-dense * 12 // 8) - (-experts * 12 // 2)
-    assert memory.state_bytes(0).weights == 2 * (dense + experts)
-
-
-def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
-    def reduce_us(ep_size: int) -> float:
-        layout = Parallelism(dp_size=8, ep_size=ep_size)
-        memory = MemoryModel(SHAPE, Execution(layout, distributed_optimizer=False))
-        (us,) = analytic_costs(model(SHAPE, layout), memory).reduce_us
-        return us
-
-    memory = MemoryModel(SHAPE, Execution(Parallelism(dp_size=8, ep_size=8)))
-    dense_bytes = 4 * memory.stage_parameters(0)
-    assert reduce_us(8) == pytest.approx(
-        H100.latency_us + H100.transfer_us(2 * 7 / 8 * dense_bytes, 8, 8)
-    )
-    assert reduce_us(1) > reduce_us(2) > reduce_us(4) > reduce_us(8)
 
 
 @pytest.mark.parametrize(
@@ -172,39 +134,6 @@ def test_tokens_go_to_a_node_once() -> None:
     assert 0 < once.layer(layer_of(SHAPE)).ep_us < plain.layer(layer_of(SHAPE)).ep_us
 
 
-def test_exchange_sends_copies_out_and_back_within_and_between_nodes() -> None:
-    in_node = Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=8, etp_size=1)
-    times = model(SHAPE, in_node).layer(layer_of(SHAPE))
-    token_bytes = 4 * 512 * 2 / 2  # four copies of half the tokens
-    gb_s = H100.node_link_gb_s * H100.link_share
-    assert times.ep_us == pytest.approx(2 * token_bytes * 7 / 8 / (gb_s * 1e3))
-    between = Parallelism(2, sequence_parallel=True, dp_size=8, ep_size=16, etp_size=1)
-    network = H100.network_gb_s * H100.link_share
-    assert model(SHAPE, between).layer(layer_of(SHAPE)).ep_us == pytest.approx(
-        2 * token_bytes * 8 / 16 / (network * 1e3)
-    )
-    # Backward exchanges as much: its gradients come and go as the copies did.
-    backward_us = times.backward_linear_us - times.tp_backward_us - times.ep_us
-    assert backward_us == pytest.approx(2 * (times.linear_us - times.tp_us - times.ep_us))
-    assert model(SHAPE).layer(layer_of(SHAPE)).ep_us == 0
-    # Experts that are divided gather what each rank has got.
-    divided = Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=4)
-    gathered = H100.transfer_us(token_bytes, 2, 2)
-    alone = H100.all_to_all_us(token_bytes, 4, 2)
-    assert model(SHAPE, divided).layer(layer_of(SHAPE)).ep_us == pytest.approx(
-        2 * (alone + gathered)
-    )
-
-
-def test_stages_cost_as_their_own_layers_do() -> None:
-    layout = Parallelism(pp_size=4)
-    dense, *rest = model(SHAPE, layout).stage_costs()
-    assert rest[0] == rest[1] and rest[2].forward_linear_us > rest[1].forward_linear_us > 0
-    assert dense == model(DENSE, layout).stage_costs()[0]
-    parameters = [MemoryModel(SHAPE, Execution(layout)).num_parameters(rank) for rank in range(4)]
-    assert parameters[1] == parameters[2] > parameters[0]
-
-
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
 def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
     def kept(experts: Experts, imbalance: float = 1.0, recompute: Recompute = NONE) -> float:
@@ -230,14 +159,6 @@ def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
     assert kept(EXPERTS, 2.0, FULL) == kept(EXPERTS, 1.0, FULL) < one
 
 
-def test_uneven_routing_takes_memory_also_of_what_is_recomputed() -> None:
-    def peak(imbalance: float) -> float:
-        memory = MemoryModel(SHAPE, Execution(recompute=FULL, expert_imbalance=imbalance))
-        return memory.activation_peak_bytes(0, [8192] * 2)
-
-    assert peak(1.0) < peak(2.0) < 2 * peak(1.0)
-
-
 def test_experts_in_fp8_are_faster_and_keep_less() -> None:
     eight = replace(
         Precisions.same(2), matrix=Precision(1, "fp8_peak_tflops", "fp8_linear_share", 3)
@@ -255,13 +176,6 @@ def test_experts_in_fp8_are_faster_and_keep_less() -> None:
     products += memory.expert_parameters(0)
     weights = 2 * memory.num_parameters(0) + products  # one byte more, of what is a product's
     assert memory.state_bytes(0).weights == weights
-
-
-def test_groups_of_experts_have_communicators_of_their_own() -> None:
-    layout = Parallelism(2, dp_size=8, sequence_parallel=True)
-    assert (
-        num_communicators(replace(layout, ep_size=8, etp_size=1)) - num_communicators(layout) == 4
-    )  # experts, also with TP, copies of them, and their norm
 
 
 def test_replica_waits_for_the_one_with_more_work_of_its_own() -> None:

@@ -39,38 +39,6 @@ def analytic(
     return AnalyticModel(shape, Execution(layout, recompute), H100)
 
 
-def test_unlike_layers_are_counted_one_by_one() -> None:
-    q, k = 4 * 16, 2 * 16
-    attention = 64 * (q + 2 * k) + q * 64
-    wide, lone, usual = attention + 2 * 64 * 480, 3 * 64 * 160, attention + 3 * 64 * 160
-    assert UNLIKE.linear_parameters == wide + 2 * lone + 3 * usual + 64 * 512
-    # Four of six layers attend.
-    assert UNLIKE.attention_flops(10) == 4 * 2 * q * 10**2
-    forward = 2 * UNLIKE.linear_parameters * 30 + UNLIKE.attention_flops(10) * 5
-    assert UNLIKE.training_flops([10, 20]) == 3 * forward
-
-
-def test_runs_of_one_kind_are_the_plain_model() -> None:
-    runs = dataclasses.replace(PLAIN, layers=((2, USUAL), (4, USUAL)))
-    layout = Parallelism(tp_size=2, pp_size=2, sequence_parallel=True)
-    assert runs.linear_flops == PLAIN.linear_flops
-    for ours, theirs in zip(
-        analytic(runs, layout).stage_costs(), analytic(PLAIN, layout).stage_costs(), strict=True
-    ):
-        assert dataclasses.astuple(ours) == pytest.approx(dataclasses.astuple(theirs))
-    for rank in range(2):
-        ours, theirs = (
-            MemoryModel(runs, Execution(layout)),
-            MemoryModel(PLAIN, Execution(layout)),
-        )
-        assert ours.state_bytes(rank) == theirs.state_bytes(rank)
-        assert ours.tapes[rank][0] == theirs.tapes[rank][0]
-    assert (
-        MemoryModel(UNLIKE, Execution(layout)).tapes[0][0]
-        != MemoryModel(PLAIN, Execution(layout)).tapes[0][0]
-    )
-
-
 def test_stages_are_consecutive_slices() -> None:
     assert list(slices(UNLIKE.runs, (2, 0, 3, 1))) == [
         ((1, WIDE), (1, LONE)),
@@ -85,58 +53,6 @@ def test_stages_are_consecutive_slices() -> None:
         (False, False),
         (False, True),
     ]
-
-
-def test_stage_costs_are_sums_over_their_layers() -> None:
-    layout = Parallelism(tp_size=2, cp_size=2, pp_size=3, stage_layers=(1, 3, 2))
-    model = analytic(UNLIKE, layout)
-    wide, lone, usual = (model.layer(layer) for layer in (WIDE, LONE, USUAL))
-    first, middle, last = model.stage_costs()
-    ends = model.embedding().linear_us, model.head().linear_us
-    assert first.forward_linear_us == pytest.approx(wide.linear_us + ends[0])
-    assert middle.forward_linear_us == pytest.approx(2 * lone.linear_us + usual.linear_us)
-    assert last.forward_linear_us == pytest.approx(2 * usual.linear_us + ends[1])
-    assert [s.forward_quadratic_us / usual.attention_us for s in (first, middle, last)] == (
-        pytest.approx([1, 1, 2])
-    )
-    # Without attention there is one norm, one addition, no exchange over CP and half the
-    # collectives.
-    assert lone.attention_us == lone.cp_us == lone.cp_copy_us == 0
-    assert lone.tp_us == pytest.approx(usual.tp_us / 2)
-    num_bytes = 2 * (5 * 64 + 3 * 160 / 2) / 2
-    assert lone.elementwise_us == pytest.approx(H100.memory_us(num_bytes))
-    swapped = dataclasses.replace(UNLIKE, layers=UNLIKE.layers[::-1])
-    assert analytic(swapped, layout).stage_costs()[0] != first
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "counts"),
-    [
-        (6, (1, 2, 2, 1)),  # --decoder-first-pipeline-num-layers 1, and the last
-        (14, (3, 4, 4, 3)),  # --account-for-embedding-in-pipeline-split, and the loss
-        (8, (0, 3, 3, 2)),
-    ],
-)
-def test_uneven_stages_of_equal_layers_hold_their_share(
-    num_layers: int, counts: tuple[int, ...]
-) -> None:
-    shape = dataclasses.replace(PLAIN, num_layers=num_layers)
-    layout = Parallelism(pp_size=4, stage_layers=counts)
-    model, memory = (
-        analytic(shape, layout),
-        MemoryModel(shape, Execution(layout)),
-    )
-    layer, ends = model.layer(), [model.embedding().linear_us, 0, 0, model.head().linear_us]
-    weights = 64 * USUAL.matrix_numbers + 2 * 64
-    at_ends = [512 * 64, 0, 0, 512 * 64 + 64]
-    for stage, (count, cost) in enumerate(zip(counts, model.stage_costs(), strict=True)):
-        assert cost.forward_linear_us == pytest.approx(count * layer.linear_us + ends[stage])
-        assert cost.forward_quadratic_us == pytest.approx(count * layer.attention_us)
-        assert memory.num_parameters(stage) == count * weights + at_ends[stage]
-    even = Parallelism(pp_size=2)
-    assert sum(
-        MemoryModel(shape, Execution(even)).num_parameters(rank) for rank in range(2)
-    ) == sum(memory.num_parameters(rank) for rank in range(4))
 
 
 def test_measured_costs_are_spread_over_chunks_of_which_one_has_no_layers() -> None:
@@ -164,27 +80,6 @@ def test_block_recompute_runs_the_first_layers_of_each_stage_again() -> None:
         assert cost.backward_quadratic_us == pytest.approx(
             without.backward_quadratic_us + layer.attention_us
         )
-
-
-def test_memory_counts_the_layers_of_each_stage() -> None:
-    memory = MemoryModel(UNLIKE, Execution(Parallelism(pp_size=3, stage_layers=(1, 3, 2))))
-    mlp = 64 + 3 * 64 * 160
-    attention = 64 + 64 * (64 + 64) + 64 * 64
-    assert memory.num_parameters(1) == 2 * mlp + (attention + mlp)
-    assert memory.num_parameters(0) == attention + 64 + 2 * 64 * 480 + 512 * 64
-
-    def saved(*layers: Layer) -> float:
-        model = ActivationModel(UNLIKE, Execution())
-        runs = tuple((1, layer) for layer in layers)
-        return model.tape(first=False, last=False, layers=runs).saved_per_token
-
-    # A layer more before the others keeps what its operations keep.
-    usual = saved(USUAL, USUAL) - saved(USUAL)
-    lone = saved(LONE, USUAL) - saved(USUAL)
-    assert memory.tapes[1][0].saved_per_token == pytest.approx(2 * lone + saved(USUAL))
-    # Residual, norm and statistic; gate and factor, and their product.
-    assert lone == 2 * (64 + 64) + 4 + 2 * (2 * 160 + 160)
-    assert usual > lone
 
 
 def test_recomputed_groups_are_of_their_own_layers() -> None:

@@ -19,6 +19,7 @@ from megatron_wlb.cost.layers import Divided, Layer, Part
 from megatron_wlb.cost.tape import Operation
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.trial import Steps
 from megatron_wlb.study.search import Space, search
 
 LAYOUT = Parallelism(tp_size=2, sequence_parallel=True)
@@ -96,5 +97,5 @@ def test_layouts_of_a_new_kind_are_searched() -> None:
         window=8192, num_micro_batches=(4,),
     )  # fmt: skip
     reference = LengthSource.of_distribution("reference")
-    found = search(space, reference, num_refined=1, num_tuned=1, steps=2)
+    found = search(space, Steps(reference, num=2), num_refined=1, num_tuned=1)
     assert found.candidates and all(c.scenario.shape.layers for c in found.candidates)

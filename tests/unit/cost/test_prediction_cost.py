@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from helpers.machines import H100
 
 from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
@@ -23,28 +22,7 @@ FLAGS = (
 )
 PLAIN = model_shape(parse(FLAGS.split()), 32000)
 TWO = model_shape(parse([*FLAGS.split(), "--mtp-num-layers", "2"]), 32000)
-FULL = Recompute("full", "uniform", 1)
 LENGTHS = [4096, 300, 17]
-
-
-def test_prediction_adds_a_layer_a_projection_and_a_head_for_each_depth() -> None:
-    head, joining = 512 * 32000, 2 * 512 * 512
-    layer = 512 * PLAIN.layer.matrix_numbers
-    assert TWO.linear_parameters - PLAIN.linear_parameters == 2 * (layer + joining + head)
-    assert TWO.attention_flops(100) == pytest.approx(PLAIN.attention_flops(100) * 10 / 8)
-
-
-@pytest.mark.parametrize("recompute", [Recompute(), FULL])
-def test_prediction_costs_the_last_stage_alone(recompute: Recompute) -> None:
-    layout = Parallelism(pp_size=4, tp_size=2, sequence_parallel=True)
-    plain = AnalyticModel(PLAIN, Execution(layout, recompute), H100).stage_costs()
-    two = AnalyticModel(TWO, Execution(layout, recompute), H100).stage_costs()
-    assert two[:-1] == plain[:-1]
-    layer_us = plain[1].total_us(LENGTHS) / 2
-    more_us = two[-1].total_us(LENGTHS) - plain[-1].total_us(LENGTHS)
-    head_us = plain[-1].total_us(LENGTHS) - plain[1].total_us(LENGTHS)
-    assert more_us > 2 * (layer_us + head_us)
-    assert more_us < 3 * (layer_us + head_us)
 
 
 def test_prediction_makes_the_balanced_last_stage_shorter() -> None:
@@ -67,18 +45,6 @@ def test_prediction_adds_up_gradients_of_its_embedding() -> None:
     tied = dataclasses.replace(PLAIN, tied_embeddings=True)
     assert embedding_us(TWO, 2) == embedding_us(tied, 2) > H100.latency_us
     assert embedding_us(TWO, 1) == embedding_us(PLAIN, 2) == 0
-
-
-def test_prediction_is_in_the_memory_of_the_last_rank() -> None:
-    layout = Parallelism(pp_size=2)
-    plain, two = (MemoryModel(shape, Execution(layout)) for shape in (PLAIN, TWO))
-    assert two.num_parameters(0) == plain.num_parameters(0)
-    embedding, layer = 512 * 32000, 512 * PLAIN.layer.matrix_numbers
-    more = two.num_parameters(1) - plain.num_parameters(1)
-    assert more - embedding - 2 * (layer + 2 * 512 * 512) in range(50 * 512)  # norms and biases
-    lengths = [4096] * 4
-    assert two.activation_peak_bytes(0, lengths) == plain.activation_peak_bytes(0, lengths)
-    assert two.activation_peak_bytes(1, lengths) > plain.activation_peak_bytes(1, lengths)
 
 
 def test_prediction_is_in_flags_that_are_written() -> None:

@@ -64,13 +64,6 @@ def test_slice_beside_documents_takes_its_pairs_by_hand():
     assert scaled - forward == pytest.approx(0.5 * 0.5 * (100 * 100 + 20 * 20 + 8 * 8))
 
 
-def test_prefixes_of_nothing_change_no_bit():
-    costs = StageCosts((COST, DocumentCost(1.1, 0.3, 2.7, 0.9)))
-    lengths, scale = [[40, 7], [5], [3, 3, 3]], [1.1, 1.3, 1.7]
-    nothing = UnitTable.starting([0, 0, 0])
-    assert (costs.times_us(lengths, scale) == costs.times_us(lengths, scale, nothing)).all()
-
-
 @pytest.mark.parametrize(
     ("blocks", "parts", "busy"),
     # Of 132 processors: one wave that is full enough, parts that fill three, two, or one of them.
@@ -116,18 +109,6 @@ def test_passes_last_as_long_as_their_launches_together() -> None:
     long = [[400], [2]]
     assert plain.times_us(long)[:, 1, 1].max() < 900
     assert (launched.times_us(long) == plain.times_us(long)).all()
-
-
-def test_gradients_of_rows_pass_through_memory_by_hand() -> None:
-    """Of a layer of 7B on TP 8: 512 numbers of keys and as many of values, 12 bytes each."""
-    layout = Parallelism(tp_size=8, cp_size=2, pp_size=4, sequence_parallel=True)
-    machine = load_hardware("h100-sxm")
-    model = AnalyticModel(load_model("7b"), Execution(layout), machine)
-    costs = model.prefix_costs()
-    assert costs.gradient_us == (pytest.approx(8 * 1024 * 12 / 3e6, rel=0.01),) * 4
-    assert (costs.num_heads, costs.cp_size, costs.num_processors) == (4, 2, 132)
-    # 20 kernels a layer forward, and twice as many backward.
-    assert model.launches_us() == (3 * 8 * 20 * machine.launch_us,) * 4
 
 
 def test_ranks_that_share_a_unit_exchange_its_keys_by_hand() -> None:

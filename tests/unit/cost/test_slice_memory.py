@@ -20,7 +20,6 @@ from megatron_wlb.cost.slices import Unit, UnitTable
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
 KEYS, GRADIENTS = 2 * 2 * 32, 2 * 4 * 32
 THREE = chained([[300], [200], [100]], (3,))
-UNCUT = [Unit(unit.num_tokens) for unit in THREE]
 
 
 def model(recompute: Recompute = Recompute(), **layout: int) -> MemoryModel:  # noqa: B008  # frozen
@@ -56,15 +55,6 @@ def test_document_in_three_slices_is_kept_by_hand() -> None:
                 0.0,
             ]
         )
-
-
-def test_slice_beside_documents_keeps_the_product_that_they_are_views_of() -> None:
-    memory = model()
-    saved = memory.tapes[0][0].saved_per_token
-    beside = [THREE[0], THREE[1], THREE[2]._replace(num_tokens=140)]
-    more = kept(memory, 0, beside)[2] - kept(memory, 0, beside)[1]
-    # Attention's output of 64 numbers is kept twice in each layer: of the kernels, and joined.
-    assert more == pytest.approx(140 * (saved + 8 * 64 * 2))
 
 
 def by_layers(memory: MemoryModel, kind: str, unit: Unit) -> float:
@@ -122,29 +112,6 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
         before = use.kept
 
 
-def test_context_parallel_ranks_each_hold_the_whole_prefix() -> None:
-    alone, shared = model(), model(cp_size=2)
-    one, two = kept(alone, 0, THREE)[0], kept(shared, 0, THREE)[0]
-    # All else of the slice's tokens is divided.
-    assert 2 * two - one == pytest.approx(8 * KEYS * 600, rel=0.02)
-    assert kept(shared, 0, UNCUT)[0] == pytest.approx(kept(alone, 0, UNCUT)[0] / 2, rel=0.02)
-
-
-def test_recomputation_leaves_the_buffers() -> None:
-    full = Recompute("full", "uniform", 1)
-    memory = model(full, pp_size=2)
-    saved = memory.tapes[0][0].saved_per_token
-    assert kept(memory, 0, THREE)[2] == pytest.approx(600 * (4 * KEYS + saved))
-    # The pass that is run again is in the peak, as it is of whole documents.
-    order = sliced(2, (3,))
-    slices, whole = (memory.program_bytes(0, order[0], UnitTable.of(u)) for u in (THREE, UNCUT))
-    assert slices[5].peak - whole[5].peak == pytest.approx(600 * 4 * (KEYS + GRADIENTS), rel=0.05)
-    # Attention that is run again keeps the keys that it was given.
-    selective = model(Recompute("selective"))
-    saved = selective.tapes[0][0].saved_per_token
-    assert kept(selective, 0, THREE)[2] == pytest.approx(600 * (8 * KEYS + saved))
-
-
 def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_way() -> None:
     memory, lengths = model(pp_size=2), [300, 200, 500, 100]
     order = sliced(2, (1, 1, 1, 1))
@@ -158,17 +125,6 @@ def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_
         peak = peak_bytes_of(memory, rank, order[rank], list(map(Unit, lengths)))
         assert peak <= memory.peak_bytes(rank, lengths) + max(more)
         assert peak >= memory.peak_bytes(rank, lengths)
-
-
-def test_slices_need_less_than_their_document_at_once() -> None:
-    """A stage of PP=4 holds slices of a document, not four documents."""
-    shape = ModelShape(512, 2048, 8, 8, 2, 64, 512, True, rms_norm=True, linear_bias=False)
-    memory = MemoryModel(shape, Execution(Parallelism(pp_size=4)))
-    lengths = [[1024]] * 8
-    units = chained(lengths * 4, (8,) * 4)
-    sliced_bytes = peak_bytes_of(memory, 0, sliced(4, (8,) * 4)[0], units)
-    whole_bytes = peak_bytes_of(memory, 0, sliced(4, (1,) * 4)[0], [Unit(8192)] * 4)
-    assert sliced_bytes < 0.75 * whole_bytes
 
 
 def test_walk_over_a_long_program_is_fast() -> None:

@@ -7,19 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import AnalyticModel, DocumentCost, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import AnalyticModel, DocumentCost, Parallelism, load_hardware
 from megatron_wlb.cost.attention_latency import AnalyticAttention, SlidingAttention, pairs_in_reach
 from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.fit import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
-from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import ProfiledCost, Row, check_model, model_identity
-from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study.write_recipe import model_flags
@@ -61,40 +58,6 @@ def test_pairs_of_a_chunk_are_those_of_its_mask() -> None:
             assert pairs_in_reach(queries, np.full_like(queries, keys), reach).tolist() == expected
 
 
-def test_cost_sums_layers_of_both_kinds() -> None:
-    """Layers 1, 2 and 4 of 4 have a window."""
-    plain, every = (AnalyticModel(shape, Execution(), CPU).cost() for shape in (PLAIN, EVERY))
-    cost = AnalyticModel(mixed("3"), Execution(), CPU).cost()
-    for length in (20, 300, 301, 5000):
-        shares = 0.25 * plain.document_us(length) + 0.75 * every.document_us(length)
-        assert cost.document_us(length) == pytest.approx(shares, rel=1e-12)
-        ours, whole, short = (c.work([length, 7]) for c in (cost, plain, every))
-        for name in ("forward_attention_us", "backward_attention_us", "forward_linear_us"):
-            one, two = getattr(whole, name), getattr(short, name)
-            assert getattr(ours, name) == pytest.approx(0.25 * one + 0.75 * two, rel=1e-12)
-    assert every.document_us(300) == plain.document_us(300)
-    assert every.document_us(5000) < 0.6 * plain.document_us(5000)
-    pairs_of = every.work([5000]).forward_attention_us / plain.work([5000]).forward_attention_us
-    assert pairs_of == pytest.approx(counted(5000, 5000, 300) / counted(5000, 5000, None), rel=0.01)
-
-
-@pytest.mark.parametrize("recompute", [Recompute(), Recompute("selective"),
-                                       Recompute("full", "block", 1)])  # fmt: skip
-def test_stages_have_the_windows_of_their_layers(recompute: Recompute) -> None:
-    """A step's times by stage, of slices too, add up to the document's."""
-    model = AnalyticModel(mixed("2"), Execution(Parallelism(pp_size=4), recompute), CPU)
-    first, second, *_ = model.stage_costs()
-    assert first.forward_unseen_us == first.forward_quadratic_us > 0
-    assert second.forward_unseen_us == 0
-    whole, costs = model.cost(), StageCosts(model.stage_costs())
-    lengths, begun = [[200], [500], [1300, 40]], UnitTable.starting([0, 200, 700])
-    times_us = costs.times_us(lengths, None, begun).sum()
-    expected = whole.total_us([2000, 40])
-    assert times_us == pytest.approx(expected, rel=1e-9)
-    spread = StageCosts.spread(whole, model).times_us([[900]])
-    assert spread == pytest.approx(costs.times_us([[900]]), rel=1e-9)
-
-
 def test_measured_table_is_spread_by_the_windows_of_stages() -> None:
     """A table of the model's own times gives each stage its own time at every length."""
     model = AnalyticModel(mixed("2"), Execution(Parallelism(pp_size=4)), CPU)
@@ -110,13 +73,6 @@ def test_measured_table_is_spread_by_the_windows_of_stages() -> None:
     )  # fmt: skip
     spread = StageCosts.spread(table, model).times_us([[64], [8192]])
     assert spread == pytest.approx(StageCosts(model.stage_costs()).times_us([[64], [8192]]))
-
-
-def test_coefficients_are_read_as_they_are_written() -> None:
-    for shape in (PLAIN, EVERY, mixed("2")):
-        cost = AnalyticModel(shape, Execution(), CPU).cost()
-        assert DocumentCost.from_dict(cost.as_dict()) == cost
-    assert len(AnalyticModel(PLAIN, Execution(), CPU).cost().as_dict()) == 5
 
 
 @pytest.mark.parametrize(
@@ -189,26 +145,6 @@ def test_choice_of_sharding_knows_the_window() -> None:
     # The slowest rank, over an even share of the plain cost: short documents fill few tiles.
     assert 1 < of[300].attention_scale([8192], of[300].chooser("adaptive")([8192])) < 1.5
     assert of[300].flops([8192]) < of[None].flops([8192])
-
-
-def test_packing_balances_by_the_window() -> None:
-    """Documents of one work by the window's cost, and not by lengths squared."""
-    source = LengthSource.of_distribution("reference")
-    for shape, cost_is in ((PLAIN, EVERY), (EVERY, EVERY)):
-        run = Run(shape, Execution(), CPU, 32768, 8)
-        workload = run.workload(source, seed=3)
-        judge = AnalyticModel(cost_is, Execution(), CPU).cost()
-        planner = workload.planner(PackingSettings.parse("hold", 32768, 65536), 12)
-        plans = [planner.next_plan() for _ in range(12)]
-        degrees = []
-        for plan in plans:
-            assert plan is not None
-            us = [judge.total_us(m.lengths) for m in plan]
-            degrees.append(max(us) * len(us) / sum(us))
-        if shape is PLAIN:
-            other = float(np.mean(degrees))
-        else:
-            assert float(np.mean(degrees)) < 0.5 * (1 + other)
 
 
 def test_measured_table_is_of_one_window() -> None:

@@ -28,15 +28,6 @@ def tables(
     )
 
 
-def test_measured_lengths_cost_what_was_measured() -> None:
-    for length in LENGTHS:
-        work = tables().work([length])
-        assert work.forward_attention_us == pytest.approx(1e-4 * length**2)
-        assert work.backward_attention_us == pytest.approx(2.5e-4 * length**2)
-        assert work.forward_linear_us == pytest.approx(0.1 * length)
-        assert work.backward_linear_us == pytest.approx(0.2 * length)
-
-
 def test_lengths_between_follow_the_law_between() -> None:
     work = tables().work([700, 90])
     assert work.forward_attention_us == pytest.approx(1e-4 * (700**2 + 90**2))
@@ -134,24 +125,11 @@ def test_check_accepts_the_measured_model_and_refuses_others() -> None:
         cost.check(SHAPE, 1, 1)
 
 
-def test_check_of_reach_is_at_the_end_of_the_tables() -> None:
-    tables().check_reach(4096)
-    with pytest.raises(ConfigError, match="ends at 4096 tokens, but 8192 were asked for"):
-        tables().check_reach(8192)
-    tables(extrapolate=True).check_reach(8192)
-
-
 def test_tables_survive_json() -> None:
     cost = tables(constant_us=3)
     again = ProfiledCost.from_dict(json.loads(json.dumps(cost.as_dict())))
     assert again == cost
     assert again.total_us([70, 900]) == cost.total_us([70, 900])
-
-
-def test_rows_may_be_lists() -> None:
-    values = tables().as_dict()
-    values["linear"] = [[d, 0.1 * d, 0.2 * d] for d in LENGTHS]
-    assert ProfiledCost.from_dict(values) == tables()
 
 
 @pytest.mark.parametrize(

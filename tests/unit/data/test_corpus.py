@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus, open_indexed, parse_split
+from megatron_wlb.data.build_corpus import build_corpus
+from megatron_wlb.data.corpus import Corpus, CorpusInfo, open_indexed, parse_split
 from megatron_wlb.data.targets import write_targets
 from megatron_wlb.data.tokenizer import file_encoder
 from megatron_wlb.errors import ConfigError, CorpusError
@@ -137,12 +138,6 @@ def test_build_ends_a_document_nowhere_but_at_its_end(tmp_path: Path) -> None:
     for index, length in enumerate(corpus.lengths):
         ends = corpus.tokens(index, 0, length) == info.eod
         assert ends.nonzero()[0].tolist() == [length - 1]
-
-
-def test_build_leaves_out_its_own_files_when_they_lie_among_the_sources(texts: Path) -> None:
-    first = build_corpus([texts], texts / "c")
-    second = build_corpus([texts], texts / "c", force=True)
-    assert second == first
 
 
 @pytest.mark.parametrize(
@@ -352,25 +347,12 @@ def test_open_refuses_an_index_cut_anywhere_or_with_a_tail(prefix: Path) -> None
         Corpus.open(prefix)
 
 
-def test_open_refuses_a_header_with_any_byte_changed(prefix: Path) -> None:
-    path = Path(f"{prefix}.idx")
-    whole = path.read_bytes()
-    for place in range(34):
-        for value in (0, 1, 6, 255):
-            changed = whole[:place] + bytes([value]) + whole[place + 1 :]
-            if changed == whole:
-                continue
-            path.write_bytes(changed)
-            with pytest.raises(CorpusError):
-                Corpus.open(prefix)
-
-
 @pytest.mark.parametrize(
     ("offset", "field", "complaint"),
     [
         (0, b"TNTIDX\0\0\0", "is not a Megatron index"),
         (9, struct.pack("<Q", 2), "has version 2 and type code 4"),
-        (17, struct.pack("<B", 7), "type code 7, which is no index of tokens"),
+        (17, struct.pack("<B", 7), "type code 7, which is not an index of tokens"),
         (17, struct.pack("<B", 5), "says that .* has 72 bytes, and it has 36"),
         (34, struct.pack("<ii", -3, 7), "is corrupt"),
         (34, struct.pack("<i", 4), "says that .* has 40 bytes, and it has 36"),
@@ -418,14 +400,6 @@ def test_open_refuses_a_pointer_that_lengths_contradict(
         path.write_bytes(whole[:offset] + struct.pack("<q", pointer) + whole[offset + 8 :])
 
 
-def test_open_names_the_first_of_several_wrong_pointers(prefix: Path) -> None:
-    path = Path(f"{prefix}.idx")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:50] + struct.pack("<4q", 0, 0, 0, 0) + whole[82:])
-    with pytest.raises(CorpusError, match=r"document 1 is byte 0 of .* at 12; build"):
-        Corpus.open(prefix)
-
-
 @pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")
 def test_open_takes_a_corpus_that_megatron_joined(
     prefix: Path, tmp_path: Path, megatron_datasets: Any
@@ -447,12 +421,6 @@ def test_open_refuses_a_bin_of_another_size(prefix: Path, num_bytes: int) -> Non
     Path(f"{prefix}.bin").write_bytes(bytes(num_bytes))
     with pytest.raises(CorpusError, match=r"has no documents|has 36 bytes, and it has"):
         Corpus.open(prefix)
-
-
-def test_open_refuses_a_corpus_without_documents(tmp_path: Path, megatron_datasets: Any) -> None:
-    write_corpus(megatron_datasets, tmp_path / "c", [])
-    with pytest.raises(CorpusError, match="has no documents"):
-        Corpus.open(tmp_path / "c")
 
 
 def test_open_refuses_files_of_two_corpora(texts: Path, tmp_path: Path) -> None:
@@ -502,12 +470,6 @@ def test_parse_split_gives_the_ranges_that_megatron_gives(
         else:
             bounds = (round(share * float(num_documents)) for share in book_ends)
             assert (start, stop) == tuple(bounds)
-
-
-def test_parse_split_of_the_docstring() -> None:
-    assert parse_split("99,1,0", 250) == ((0, 248), (248, 250), (250, 250))
-    assert parse_split(" 1 ", 7) == ((0, 7), (7, 7), (7, 7))
-    assert parse_split("969, 30, 1", 1000) == ((0, 969), (969, 999), (999, 1000))
 
 
 @pytest.mark.parametrize(

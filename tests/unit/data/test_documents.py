@@ -123,44 +123,6 @@ def test_order_depends_on_the_seed_and_the_epoch_alone() -> None:
     assert sorted(order(0)) == order(0, shuffle=False) == order(1, shuffle=False)
 
 
-def test_order_is_the_same_for_ever() -> None:
-    """Written down: a resumed run must see the same order under any later NumPy."""
-    documents = stream([[3, 4, 5, 6], [7, 8]], seed=1234, step_tokens=33)
-    steps = [[(d.corpus, d.number) for d in step] for step in drain(documents)]
-    assert steps == [
-        [(1, 0), (1, 1), (0, 3), (0, 1), (0, 2), (0, 0)],
-        [(1, 0), (0, 3), (0, 1), (1, 1), (0, 2), (0, 0)],
-    ]
-
-
-def test_epoch_boundary_is_no_barrier_for_steps() -> None:
-    documents = stream([[5, 6, 7]], step_tokens=20, shuffle=False)
-    first, second = drain(documents)
-    assert [(d.epoch, d.number) for d in first] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert [(d.epoch, d.number) for d in second] == [(1, 1), (1, 2)]
-
-
-def test_stream_without_number_of_epochs_never_ends() -> None:
-    endless = stream([[5, 6, 7]], step_tokens=1000, num_epochs=None)
-    tokens = [sum(d.length for d in endless.next_step()) for _ in range(50)]
-    assert abs(sum(tokens) - 50 * 1000) < 7
-    assert endless.epoch == sum(tokens) // 18 and not endless.exhausted
-
-
-def test_split_pieces_share_the_arrival_and_keep_a_label_for_their_last_token() -> None:
-    (step,) = drain(stream([[19, 8]], step_tokens=99, num_epochs=1, shuffle=False))
-    assert [(d.arrival, d.offset, d.length, d.ends) for d in step] == [
-        (0, 0, 8, False), (0, 8, 8, False), (0, 16, 3, True), (1, 0, 8, True)
-    ]  # fmt: skip
-    assert sum(d.num_targets for d in step) == 18 + 7
-
-
-def test_step_inside_a_document_is_empty_before_the_stream_is_exhausted() -> None:
-    documents = stream([[8, 3]], step_tokens=3, num_epochs=1, shuffle=False)
-    assert [len(documents.next_step()) for _ in range(3)] == [1, 0, 1]
-    assert documents.exhausted
-
-
 def test_truncate_keeps_the_first_window_and_counts_what_it_drops() -> None:
     documents = stream([[19, 8, 9, 2]], long_documents="truncate", num_epochs=1, shuffle=False)
     assert [(d.length, d.ends) for step in drain(documents) for d in step] == [
@@ -265,12 +227,6 @@ def test_state_may_be_continued_for_more_epochs() -> None:
     longer.load_state_dict(short.state_dict())
     rest = [d for step in drain(longer) for d in step]
     assert [d.epoch for d in rest] == [1, 1, 1]
-
-
-def test_state_is_small_whatever_the_corpus() -> None:
-    documents = stream([list(range(1, 20_000))])
-    documents.next_step()
-    assert len(json.dumps(documents.state_dict())) < 500
 
 
 def test_next_step_gives_20k_documents_in_50_ms() -> None:

@@ -139,16 +139,6 @@ def test_documents_name_file_and_line_of_a_bad_jsonl_line(
         read(tmp_path / "x.jsonl")
 
 
-def test_documents_use_the_json_key_that_was_named(tmp_path: Path) -> None:
-    write(tmp_path, {"x.jsonl": b'{"text": "no", "body": "yes"}\n'})
-    assert read(tmp_path / "x.jsonl", json_key="body")[0] == [b"yes"]
-
-
-def test_documents_name_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"cannot read .*/gone: No such file"):
-        read(tmp_path / "gone")
-
-
 def test_python_definitions_are_top_level_with_decorators_and_comments_above() -> None:
     source = (
         b"# -*- coding: latin-1 -*-\nimport os\n\n# far\n\n# near \xe9\n# nearer\n@cache\n"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_wlb.data.blend import Blend
+from megatron_wlb.data.build_corpus import build_corpus
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.from_config import make_evaluation_planner, make_planner

@@ -73,8 +73,8 @@ def test_function_that_returns_no_losses_is_an_error(wrong: Any, words: str) -> 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("none.py", None, "is no Python file"),
-        ("mine.txt", "", "is no Python file"),
+        ("none.py", None, "is not a Python file"),
+        ("mine.txt", "", "is not a Python file"),
         ("mine.py", "1 / 0", "cannot be imported (ZeroDivisionError"),
         ("mine.py", "def other(): pass", "has no function `loss`"),
         ("mine.py", "loss = 3", "has no function `loss`"),

@@ -6,7 +6,6 @@ import importlib
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +66,6 @@ def test_results_of_a_killed_part_are_read_and_gone_on_with(module: Any, tmp_pat
         assert results.Results(tmp_path, "kernels", **other).figures == {}
 
 
-def test_kernel_that_was_not_there_at_first_is_measured_later(
-    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels, results = module("kernels"), module("results")
-    monkeypatch.setattr(kernels, "WINDOWS", (8192,))
-    found = results.Results(tmp_path, "kernels", tiny=True, machine="m")
-    found.put("sdpa, tiny", {"obstacle": "no package"})
-    kernels.measure(found)
-    assert set(found.figures["sdpa, tiny"]) == {"errors"}
-    assert kernels.wrong(found.figures) == []
-
-
 def test_kernels_off_by_more_than_bf16_allows_are_wrong(module: Any) -> None:
     kernels = module("kernels")
     found = {
@@ -113,31 +100,6 @@ def test_busy_time_counts_overlaps_once_and_finds_the_longest_gap(module: Any) -
     assert covered([])["whole_us"] == 0.0
 
 
-def test_waits_of_the_host_are_counted_by_place(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    host, modes = module("host"), []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def train(one: Any, num_steps: int) -> None:
-        assert modes == ["warn"] and num_steps == 1
-        for _ in range(2):
-            warnings.warn(host.SYNCHRONIZES, UserWarning, stacklevel=1)
-        warnings.warn("of something else", UserWarning, stacklevel=1)
-
-    monkeypatch.setattr(host.training, "train", train)
-    ((place, number),) = host.waits(None).items()
-    assert re_place(place) and number == 2
-    assert modes == ["warn", "default"]
-
-
-def re_place(place: str) -> bool:
-    name, _, line = place.partition(":")
-    return name == "tests/unit/scripts/test_gpu_report_parts.py" and line.isdigit()
-
-
 def test_unknown_parts_are_refused_by_name(module: Any) -> None:
     from megatron_wlb.errors import ConfigError
 
@@ -149,14 +111,3 @@ def test_unknown_parts_are_refused_by_name(module: Any) -> None:
     # A machine that is lent for commands of ten minutes runs each part, and all in an hour.
     assert max(one.limit_s for one in parts.PARTS.values()) < 600
     assert sum(one.limit_s for one in parts.PARTS.values()) <= 55 * 60
-
-
-def test_steps_of_the_launcher_are_told_without_the_first(module: Any) -> None:
-    launcher = module("launcher")
-    steps = [{"ms": 900.0, "predicted_ms": 1.0, "tokens": 1000}] * launcher.WARM_UP
-    steps += [{"ms": ms, "predicted_ms": 95.0, "tokens": 1000} for ms in (90.0, 110.0)]
-    alone = [{"ms": 50.0}] * (launcher.WARM_UP + 1)
-    figures = {"layers": "those of a test", "uneven documents, slim": steps}
-    rows = launcher.lines({**figures, "whole windows, Megatron alone": alone}, None)[-2:]
-    assert rows[0] == "| uneven documents, slim | 100 | 90-110 | 10,000 | 0.95 |"
-    assert rows[1] == "| whole windows, Megatron alone | 50 | 50-50 |  |  |"

@@ -11,11 +11,9 @@ from queue import Queue
 from typing import Any
 
 import pytest
-from _quickstart.recording import SAYS, RecordedStep, Recording, _Run, cause, chained
-from helpers.fuzz import RECORDING
+from _quickstart.recording import SAYS, RecordedStep, Recording, _Run, cause
 
 from megatron_wlb.cost.schedule.order import one_f_one_b, sliced
-from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.errors import ConfigError
 
 
@@ -26,12 +24,6 @@ def test_reader_refuses_what_is_no_recording(text: str | None, tmp_path: Path) -
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"is no recording .* record it again"):
         Recording.read(path)
-
-
-def test_recording_is_read_with_entries_that_are_for_people(tmp_path: Path) -> None:
-    path = tmp_path / "recording.json"
-    path.write_text(json.dumps(RECORDING | {"cost": {"attention": 1.0}, "of a later release": 2}))
-    assert [step.packing for step in Recording.read(path).steps] == ["hold"]
 
 
 def test_recording_that_fails_names_each_error_or_the_last_lines() -> None:
@@ -100,26 +92,6 @@ def read(folder: Path, steps: Sequence[dict[str, Any]]) -> Recording:
     return Recording.read(path)
 
 
-def test_recording_keeps_what_slices_need(tmp_path: Path) -> None:
-    recording = read(tmp_path, [dataclasses.asdict(slim_step())])
-    (step,) = recording.steps
-    assert (step.prefixes, step.chains) == (PREFIXES, CHAINS)
-    assert step.documents == [(0, 0, 7, 70, 12.0)]
-    assert [unit.slice for unit in step.units(0)] == [
-        Slice(0, 0, 40, 70), Slice(0, 40, 70, 70), None
-    ]  # fmt: skip
-    assert step.work_us == 12  # what units take besides documents is no work
-
-
-def test_recording_without_slices_is_read_as_before(tmp_path: Path) -> None:
-    content = dataclasses.asdict(original_step())
-    for name in ("prefixes", "chains", "documents"):
-        del content[name]
-    (step,) = read(tmp_path, [content]).steps
-    assert (step.prefixes, step.chains, step.units(0)) == ([], [], ())
-    assert step.before(0) == [[0], [0]]
-
-
 def test_each_step_and_replica_has_the_graph_that_it_ran(tmp_path: Path) -> None:
     recording = read(tmp_path, [dataclasses.asdict(s) for s in (original_step(), slim_step())])
     original, slim = recording.steps
@@ -140,10 +112,3 @@ def test_measured_times_of_slices_come_in_the_order_that_they_ran(tmp_path: Path
     drawn = recording.timeline(step).intervals
     assert [i.slice.start if i.slice else None for i in drawn[2]] == [0, 40, 40, None, 0, None]
     assert [i.slice for i in drawn[1] + drawn[3]] == [None] * 4
-
-
-def test_chains_are_known_by_their_number() -> None:
-    units = chained([[4], [6, 2], [3], [9]], (2, 1, 1))
-    assert units == (
-        Unit(4, Slice(0, 0, 4, 10)), Unit(8, Slice(0, 4, 10, 10)), Unit(3), Unit(9)
-    )  # fmt: skip

@@ -4,19 +4,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from _quickstart import report, work
 from _quickstart.recording import RecordedStep, Recording
-from _quickstart.report import draw, headline, summarize, table
+from _quickstart.report import summarize, table
 from rich.console import Console
 
-from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.simulator.engine import Timeline, timeline
-from megatron_wlb.study import plot
 
 # A pipeline of two stages that runs two micro-batches, 1F1B: the first stage runs F0 F1 B0 B1, the
 # second one F0 B0 F1 B1. Times in µs from 100 on.
@@ -228,65 +222,3 @@ def test_table_shows_speed_first_and_what_it_is_made_of(recording: Recording) ->
         console.print(shown)
     for figure in ("2.120×", "1.957×", "1.083×", "40.0%", "33.3%", "0.80 … 1.20"):
         assert figure in captured.get()
-
-
-def test_headline_says_why_work_grows_more_than_tokens(recording: Recording) -> None:
-    assert headline(summarize(recording)).splitlines() == [
-        "hold: does 2.12× the work of original in a second (0.42 … 3.75 in 4 parts of 4 rounds), "
-        "which is 1.96× the tokens; processes wait 33.3% of the time",
-        "original: processes wait 40.0% of the time",
-        "Compared are the same 4 documents of 300 tokens. original cuts 1 of them at the ends of "
-        "windows. The pieces do not see each other: whole, all are 1.08× the work. So work a "
-        "second grows by that more than tokens a second.",
-    ]
-
-
-def test_picture_says_which_documents_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[str, Any] = {}
-
-    def keep(timelines: dict[str, Timeline], path: Path, title: str, **options: Any) -> None:
-        drawn.update(options, timelines=timelines, title=title)
-
-    monkeypatch.setattr(plot, "plot_timelines", keep)
-    monkeypatch.setattr(work, "plot_micro_batches", lambda *given: drawn.update(note=given[3]))
-    monkeypatch.setattr(report, "DRAWN", 2)
-    recording = read(tmp_path, RECORDS, 2, 2)
-    draw(recording, tmp_path, "pp2")
-    assert drawn["row"] == "pipeline rank" and drawn["of"] == "2 steps" and drawn["measured"]
-    assert drawn["title"] == "2 steps of each packing in a row, pp2: 3 documents are in all"
-    original, hold = drawn["timelines"].values()
-    assert list(drawn["timelines"]) == [
-        "original (for these 9e-05 s, 1.00× the work)",
-        "hold (for these 5e-05 s, 1.12× the work)",
-    ]
-    # The second step begins when the first has ended, after 39.5 and 29.5 µs, whenever it ran.
-    assert original.step_us == 39.5 + 25 and hold.step_us == 29.5 + 21
-    assert [i.start_us for i in hold.intervals[0]][3:5] == [22.0, 29.5 + 5]
-    assert "hold 0.80 to 1.20" in drawn["note"] and "original 1.00 to 1.00" in drawn["note"]
-
-
-def test_pictures_know_which_slices_are_of_one_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a pipeline without gaps runs a step of slices."""
-    graph, chains = slice_graph(2, (2, 1)), [[2, 1]]
-    times = np.array([[[2.0, 3.0, 4.0], [1.0, 2.0, 3.0]], [[5.0, 4.0, 6.0], [3.0, 4.0, 5.0]]])
-    ran = timeline(graph, graph.replay(times, np.zeros(3)))
-    intervals = [[(i.action.kind, i.start_us, i.stop_us) for i in rank] for rank in ran.intervals]
-    sliced = dataclasses.replace(
-        record("slim", 0, 60.0, {"A": (100, 27.0)}, 2.0, 1.1, 0.0, [[10.0, 12.0, 8.0]], intervals),
-        lengths=[[[40], [20, 5], [30, 5]]], prefixes=[[[0], [40, 0], [0, 0]]], chains=chains,
-    )  # fmt: skip
-    steps = [dataclasses.replace(RECORDS[0], documents=sliced.documents), sliced]
-    drawn: dict[str, Any] = {}
-    monkeypatch.setattr(work, "plot_micro_batches", lambda *given: drawn.update(bars=given[2]))
-    monkeypatch.setattr(plot, "plot_timelines", lambda lines, *_, **__: drawn.update(lines=lines))
-    draw(read(tmp_path, steps, 2, 2, packings=("original", "slim")), tmp_path, "pp2")
-    assert drawn["bars"] == {"slim": [[0, 0, None]]}
-    original, slim = drawn["lines"].values()
-    assert not any(i.slice for rank in original.intervals for i in rank)
-    for rank in slim.intervals:
-        slices = {i.action.micro_batch: i.slice and i.slice[1:3] for i in rank}
-        assert slices == {0: (0, 40), 1: (40, 60), 2: None}

@@ -55,17 +55,6 @@ def test_small_recipe_keeps_ratios_and_flags() -> None:
     assert found.num_processes == 4 and found.layout == "TP2 PP2"
 
 
-def test_small_latents_keep_ratios_and_divide_over_tp() -> None:
-    sizes = {"kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
-    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    _, flags = scaled("--multi-latent-attention", *words)
-    head = int(flags["--qk-head-dim"][0])  # 128 where it is not given
-    for name, size in sizes.items():
-        assert int(flags[f"--{name}"][0]) * 128 == size * head
-    assert "--q-lora-rank" not in flags
-    assert int(flags["--kv-lora-rank"][0]) % 4 == 0
-
-
 def test_every_changed_flag_is_told() -> None:
     """With what it was and what it is; no other flag differs."""
     found, flags = scaled("--wandb-project", "one", "--error-injection-rate", "100")
@@ -80,23 +69,6 @@ def test_every_changed_flag_is_told() -> None:
     assert change["--cross-entropy-fusion-impl"].after == "native"
     assert told["--data-path"].before == "0.3 /a 0.7 /b"
     assert told["--error-injection-rate"].kind == "faults"
-
-
-def test_middles_have_tokens_that_are_no_bytes_of_the_corpus() -> None:
-    found, flags = scaled("--fim-data")
-    tokens = {name: int(flags[f"--fim-{name}-token"][0]) for name in ("prefix", "middle", "suffix")}
-    assert len({*tokens.values()}) == 3 and all(255 < t < 512 for t in tokens.values())
-    kinds = {change.flag: change.kind for change in found.changes}
-    assert kinds["--fim-prefix-token"] == kinds["--fim-eod-token"] == "data"
-    assert "--fim-prefix-token" not in scaled()[1]
-
-
-def test_one_process_has_no_layout_and_the_same_batch() -> None:
-    found, flags = scaled()
-    alone = scaling.grouped(found.alone)
-    gone = flags.keys() - alone.keys()
-    assert {"--tensor-model-parallel-size", "--recompute-granularity"} <= gone
-    assert {flag: flags[flag] for flag in alone} == alone
 
 
 @pytest.mark.parametrize(
@@ -120,11 +92,6 @@ def test_layout_loses_replicas_first_and_then_halves_the_largest(
     assert any(change.kind == "layout" for change in found.changes) == reduced
 
 
-def test_layout_that_cannot_be_halved_does_not_fit() -> None:
-    with pytest.raises(scaling.DoesNotFitError, match="TP × PP × CP = 10 cannot"):
-        scaled("--pipeline-model-parallel-size", "5")
-
-
 @pytest.mark.parametrize(
     ("flags", "num_layers"),
     [
@@ -137,15 +104,6 @@ def test_layout_that_cannot_be_halved_does_not_fit() -> None:
 )
 def test_layers_fill_the_stages_that_the_recipe_has(flags: list[str], num_layers: int) -> None:
     assert scaled(*flags)[1]["--num-layers"] == (str(num_layers),)
-
-
-def test_ramp_of_the_batch_happens_within_the_steps() -> None:
-    ramp = ["--step-batch-size-schedule", "0:64 97656250:128", "--train-samples", "19531250"]
-    flags = scaled(*ramp)[1]
-    batch = int(flags["--global-batch-size"][0])
-    window = int(flags["--seq-length"][0])
-    assert flags["--step-batch-size-schedule"] == (f"0:{batch // 2} {batch // 2 * window}:{batch}",)
-    assert flags["--train-samples"] == (str(batch // 2 + 2 * batch),)
 
 
 def trained() -> Any:
@@ -199,21 +157,20 @@ def test_results_go_on_where_they_were_but_for_failures(tmp_path: Path) -> None:
 
 
 def test_pages_hold_the_results_that_are_given_and_no_others(tmp_path: Path) -> None:
-    for name in (pages.COUNTS_PAGE, pages.RECIPES_PAGE):
-        (tmp_path / name).write_text(f"# Page of {{runs}}\n\n{pages.BEGIN}\n{pages.END}\n\nEnd.\n")
+    page = tmp_path / pages.PAGE
+    page.write_text(f"# Page of {{runs}}\n\n{pages.BEGIN}\n{pages.END}\n\nEnd.\n")
     pages.write([results_of("0.18.2")], tmp_path)
     pages.write([results_of("0.19.2", "slim"), results_of("0.19.2")], tmp_path)
-    counts = (tmp_path / pages.COUNTS_PAGE).read_text()
-    assert counts.startswith("# Page of {runs}\n") and counts.endswith("\n\nEnd.\n")
-    rows = [line for line in counts.splitlines() if line.startswith("| gpt ")]
+    written = page.read_text()
+    assert written.startswith("# Page of {runs}\n") and written.endswith("\n\nEnd.\n")
+    rows = [line for line in written.splitlines() if line.startswith("| gpt ")]
     assert rows == [f"| gpt 0.19.2 | `{p}` | 5 | 4 | 3 | 2 | 1 | 1 |" for p in ("hold", "slim")]
-    recipes = (tmp_path / pages.RECIPES_PAGE).read_text()
-    assert [line for line in recipes.splitlines() if line.startswith("## ")] == [
+    assert [line for line in written.splitlines() if line.startswith("## ")] == [
         "## gpt 0.19.2, hold", "## gpt 0.19.2, slim",
     ]  # fmt: skip
-    assert "| `a` | equal | TP2 | needs a GPU; without `--fp8-format` |  |" in recipes
-    assert "`--fim-data` does not work with `--wlb-packing`" in recipes
-    (tmp_path / pages.COUNTS_PAGE).write_text("# Page\n")
+    assert "| `a` | equal | TP2 | needs a GPU; without `--fp8-format` |  |" in written
+    assert "`--fim-data` does not work with `--wlb-packing`" in written
+    page.write_text("# Page\n")
     with pytest.raises(ConfigError, match="has no place for results"):
         pages.write([results_of()], tmp_path)
 
@@ -305,25 +262,3 @@ def test_experts_are_few_and_their_losses_and_layers_count(
     assert kinds["--moe-router-load-balancing-type"] == "routing"
     assert kinds["--optimizer"] == "needs a package"
     assert "--expert-model-parallel-size" not in scaling.grouped(found.alone)
-
-
-def test_a_tp_of_experts_is_made_small_where_there_are_none() -> None:
-    """Megatron asks the processes for it all the same."""
-    layout = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
-    found, flags = scaled("--expert-tensor-parallel-size=4", *layout)
-    assert (found.num_processes, flags["--expert-tensor-parallel-size"]) == (4, ("2",))
-
-
-def test_groups_of_few_experts_have_as_many_as_a_token_takes() -> None:
-    experts = "--num-experts 64 --moe-router-num-groups 8 --moe-router-group-topk 4"
-    _, flags = scaled(*experts.split(), "--moe-router-topk", "8")
-    names = ("num-groups", "group-topk", "topk")
-    assert [flags[f"--moe-router-{name}"] for name in names] == [("4",), ("2",), ("4",)]
-    _, flags = scaled(*experts.split(), "--moe-router-topk", "4")
-    assert [flags[f"--moe-router-{name}"] for name in names] == [("8",), ("4",), ("4",)]
-
-
-def test_experts_activations_are_computed_again_without_grouped_kernels() -> None:
-    modules = ["--recompute-modules", "moe_act", "layernorm", "moe"]
-    _, flags = scaled("--num-experts", "8", "--moe-grouped-gemm", *modules)
-    assert flags["--recompute-modules"] == ("moe", "layernorm")

@@ -7,7 +7,6 @@ import pytest
 from _quickstart.work import plot_micro_batches
 from matplotlib.colors import to_hex
 
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.study import plot
 
 WORK = {
@@ -58,28 +57,3 @@ def test_plot_micro_batches_shows_slices_of_one_document_in_one_colour(drawn, tm
     assert len(set(plot.SLICES) & {plot.BLUE, plot.ORANGE, plot.VERMILION}) == 0
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert "slices of one document" in labels
-
-
-def test_plot_micro_batches_draws_as_many_steps_of_each_packing(drawn, tmp_path):
-    work = {"original": [[1.0, 2.0]] * 9, "slim": [[1.0, 2.0] * 20] * 9}
-    plot_micro_batches(work, tmp_path / "plot.png")
-    assert [len(axes.patches) for axes in drawn[0].axes] == [3 * 2, 3 * 40]
-    assert all("the first 3 are drawn" in title for title in titles(drawn[0]))
-
-
-def test_plot_micro_batches_draws_what_can_be_told_apart_and_says_so(drawn, tmp_path):
-    steps = [[1.0, 2.0] * 16] * 9 + [[1.0, 1.0] * 16]
-    plot_micro_batches({"original": steps}, tmp_path / "plot.png")
-    assert len(drawn[0].axes[0].patches) == 4 * 32
-    degree = (9 * 2 / 1.5 + 1) / 10
-    title = f"original: imbalance degree {degree:.3f} (mean of 10 steps; the first 4 are drawn)"
-    assert titles(drawn[0]) == [title]
-
-
-def test_work_of_nothing_is_an_error(tmp_path):
-    path = tmp_path / "plot.png"
-    with pytest.raises(ConfigError, match="no packings"):
-        plot_micro_batches({}, path)
-    for steps in ([], [[]], [[1.0], [0.0]]):
-        with pytest.raises(ConfigError, match="'wlb' has"):
-            plot_micro_batches({"original": [[1.0]], "wlb": steps}, path)

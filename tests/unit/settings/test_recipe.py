@@ -84,20 +84,6 @@ def test_unset_variables_are_named(path: Path) -> None:
         recipe.require_resolved()
 
 
-def test_variables_of_the_recipe_are_put_into_arguments(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text("ENV_VARS: {RUN: one, LOG: '${RUN}/x'}\nMODEL_ARGS: {--save: '/out/${RUN}'}")
-    recipe = read_recipe(path, {})
-    assert recipe.arguments == ("--save", "/out/one") and recipe.unresolved == ()
-    assert recipe.environment["LOG"] == "${RUN}/x"  # exported as it stands, as Megatron does
-    assert read_recipe(path, {"RUN": "two"}).arguments == ("--save", "/out/two")
-
-
-@pytest.mark.parametrize(("number", "first"), [(1, "1024"), (2, "7"), (3, "1024")])
-def test_run_number_chooses_the_arguments(path: Path, number: int, first: str) -> None:
-    assert read_recipe(path, VARIABLES, run_number=number).arguments[1] == first
-
-
 @pytest.mark.parametrize(("number", "devices"), [(1, 8), (2, 2), (3, 4)])
 def test_each_run_has_its_own_number_of_devices(tmp_path: Path, number: int, devices: int) -> None:
     path = tmp_path / "model_config.yaml"

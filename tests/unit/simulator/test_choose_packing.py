@@ -34,9 +34,9 @@ def test_the_fastest_is_taken() -> None:
     assert choice.packing == "slim" and not choice.refused
     for name in CANDIDATES:
         alone = forecast(with_packing(settings(), name), NUM_DEVICES)
-        assert choice.gains[name] == pytest.approx(alone.speedup, rel=1e-12)
+        assert choice.gains[name] == pytest.approx(alone["speedup"], rel=1e-12)
         if name == choice.packing:
-            assert choice.net_gain == pytest.approx(alone.net_speedup, rel=1e-12)
+            assert choice.net_gain == pytest.approx(alone["net_speedup"], rel=1e-12)
     assert choice.gains["original"] == 1 < choice.gains["hold"] < choice.gains["slim"]
 
 
@@ -86,7 +86,7 @@ def test_s_max_is_what_fits_memory_unless_it_is_given() -> None:
     assert f"S_max is {s_max} tokens, which fit memory" in no_slim[0]
     with pytest.raises(ConfigError, match=f"; {s_max} tokens fit"):
         forecast(with_packing(wide, "hold", s_max + 8), NUM_DEVICES)
-    assert forecast(config, NUM_DEVICES).max_tokens == s_max
+    assert forecast(config, NUM_DEVICES)["max_tokens"] == s_max
     given = with_packing(wide, CHOSEN, s_max - 8)
     config = settled(given, NUM_DEVICES, lambda name: ["no"] * (name == "slim"))
     assert config.wlb.wlb_max_tokens == s_max - 8
@@ -106,6 +106,24 @@ def test_a_run_goes_on_with_its_checkpoints_packing_and_s_max() -> None:
     # Of strategies, which have none.
     anew = settled(settings(), NUM_DEVICES, saved=lambda: saved | {"wlb_packing": CHOSEN})
     assert anew.wlb.wlb_packing == "slim"
+
+
+def test_s_max_fits_memory_of_a_packing_that_is_named() -> None:
+    """As its dry run says, but for a checkpoint's and one that is given."""
+    told: list[str] = []
+    wide = settings_of([*ARGUMENTS.split(), "--seq-length", "65536", "--wlb-max-tokens", "auto"])
+    named = with_packing(wide, "hold")
+    found = settled(named, NUM_DEVICES, tell=told.append)
+    s_max = forecast(named, NUM_DEVICES)["max_tokens"]
+    assert found == with_packing(named, "hold", s_max) and 65536 < s_max < 2 * 65536
+    assert f"S_max is {s_max} tokens, which fit memory" in told[0]
+    before = {"wlb_packing": "hold", "wlb_max_tokens": 70000}
+    taken = settled(named, NUM_DEVICES, saved=lambda: before)
+    assert taken.wlb.wlb_max_tokens == 70000
+    for other in ("original", "slim"):
+        assert settled(with_packing(wide, other), NUM_DEVICES).wlb.wlb_max_tokens is None
+    roomy = settings_of([*ARGUMENTS.split(), "--wlb-packing", "hold", "--wlb-max-tokens", "auto"])
+    assert settled(roomy, NUM_DEVICES) == roomy
 
 
 def test_nothing_that_runs_is_refused_as_original_is() -> None:

@@ -98,5 +98,5 @@ def test_timeline_without_actions_has_no_bubble():
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_times_that_are_none_are_refused(wrong):
-    with pytest.raises(PlanError, match=f"p2p_us: {wrong} µs is no duration"):
+    with pytest.raises(PlanError, match=f"p2p_us: {wrong} µs is not a duration"):
         check_times("p2p_us", np.array([1.0, wrong, 1.0]))

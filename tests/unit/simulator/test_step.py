@@ -333,7 +333,7 @@ def test_impossible_costs_and_layouts_are_refused():
         def work(self, lengths):
             return dataclasses.replace(COST.work(lengths), forward_linear_us=-1e9)
 
-    with pytest.raises(PlanError, match=r"stage times: -.* µs is no duration"):
+    with pytest.raises(PlanError, match=r"stage times: -.* µs is not a duration"):
         Simulator(StepCosts(StageCosts((Negative(),))), Parallelism()).step([[[5]] * 4])
 
 

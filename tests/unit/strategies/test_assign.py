@@ -20,12 +20,18 @@ from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import PackingError
-from megatron_wlb.plan.replicas import Cluster, Scheme, Strategy
 from megatron_wlb.plan.sharding.select import Selector
-from megatron_wlb.planning.balance import assign
-from megatron_wlb.planning.balance.assign import Assigner, Assignment, StrategyPlanner
-from megatron_wlb.planning.balance.dispatch import Candidate, StepDocuments, lower_bound_us
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.balance.assign import bins_of, pack, replica_us
+from megatron_wlb.planning.balance.dispatch import StepDocuments, lower_bound_us
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, Scheme
+from megatron_wlb.strategies.plan.assigner import (
+    Assigner,
+    Assignment,
+    Candidate,
+    StrategyPlanner,
+    assign,
+)
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
 
 CLUSTER = Cluster(16, 8)
 TOKENS = {"tp1": 4096, "tp2": 8192, "tp2pp2": 16384, "tp4pp2": 32768, "tp8": 65536, "tp8pp2": 65536,
@@ -96,11 +102,12 @@ def test_assignment_runs_each_document_once_within_memory(lengths: list[int]) ->
     best = assigner.choose(lengths)
     check(best, lengths)
     for one in assigner.candidates:
-        found = assign.assign(StepDocuments(lengths), one)
+        found = assign(StepDocuments(lengths), one)
         assert found is not None
         check(found, lengths)
         # Bounds are bounds, or the best would be passed over.
-        assert lower_bound_us(StepDocuments(lengths), one) <= max(found.replica_us) * (1 + 1e-9)
+        bound_us = lower_bound_us(StepDocuments(lengths), one.groups)
+        assert bound_us <= max(found.replica_us) * (1 + 1e-9)
 
 
 @given(LENGTHS, st.randoms(use_true_random=False))
@@ -186,7 +193,7 @@ def test_assignment_beats_dealing_documents_out() -> None:
     for other in (dealt, by_tokens):
         times_us = []
         for replica, own in zip(MIXED.strategy.replicas, other, strict=True):
-            (packed,) = assign.pack(step, COSTS[replica.kind], [own], 0.0)
+            (packed,) = pack(step, COSTS[replica.kind], [own], 0.0)
             times_us.append(packed.us)
         assert found.step_us < 0.75 * max(times_us)
 
@@ -216,8 +223,8 @@ def test_time_of_the_exchange_counts() -> None:
 
 
 def number_us(step: StepDocuments, costs: ReplicaCosts, every: list[int], number: int) -> float:
-    some = [(0, assign.bins_of(step, costs, every, number))]
-    return assign.replica_us(step, costs, some)[0]
+    some = [(0, bins_of(step, costs, every, number))]
+    return replica_us(step, costs, some)[0]
 
 
 def test_number_of_micro_batches_is_what_simulation_finds_best() -> None:
@@ -228,7 +235,7 @@ def test_number_of_micro_batches_is_what_simulation_finds_best() -> None:
         costs = replica_costs("tp4pp2", overhead_us)
         step = StepDocuments(lengths)
         every = list(range(24))
-        (found,) = assign.pack(step, costs, [every], 0.0)
+        (found,) = pack(step, costs, [every], 0.0)
         all_us = [number_us(step, costs, every, number) for number in range(1, 25)]
         assert found.us <= 1.02 * min(all_us) < 0.94 * all_us[0]
         counts.append(len(found.bins))
@@ -238,7 +245,7 @@ def test_number_of_micro_batches_is_what_simulation_finds_best() -> None:
 def test_document_that_nothing_takes_is_an_error() -> None:
     with pytest.raises(PackingError, match="65537 tokens, but the strategies take up to 65536"):
         Assigner([EQUAL, MIXED]).choose([10, 65537])
-    assert assign.assign(StepDocuments([40000]), MANY) is None
+    assert assign(StepDocuments([40000]), MANY) is None
     assert Assigner([MANY, EQUAL]).choose([40000]).candidate is EQUAL
     with pytest.raises(PackingError, match="no strategies"):
         Assigner([])

@@ -12,8 +12,9 @@ import yaml
 
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Scheme, read_strategies
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.settings.command_line import parse
+from megatron_wlb.strategies.plan.strategy import read_strategies
 from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 SIZES = {
@@ -76,7 +77,7 @@ def test_strategies_of_fp32_fit_a_run_without_bf16(wlb) -> None:
     assert whole and all(schemes["fp32"][name] < schemes["bf16"][name] for name in whole)
     # The line that is shown can be trained, and says all that it depends on.
     words = shlex.split(wlb(command, "--fp32 --out fp32.yaml").out.splitlines()[-1])
-    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
+    config = parse(words[words.index("megatron_wlb.launch") + 1 :])
     assert not config.training.bf16 and config.wlb.wlb_strategies == "fp32.yaml"
     corpora: Any = SimpleNamespace(vocab_size=SIZES["vocab_size"])
     run = StrategyRun.of(config, corpora, 8)
@@ -108,7 +109,7 @@ def test_strategies_that_cannot_be_are_refused(words: str, said: str, wlb) -> No
 def test_experts_are_divided_inside_replicas(wlb) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4, "linear_bias": False}))
     words = shlex.split(wlb(MIXED, "--out found.yaml").out.splitlines()[-1])
-    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
+    config = parse(words[words.index("megatron_wlb.launch") + 1 :])
     corpora: Any = SimpleNamespace(vocab_size=SIZES["vocab_size"])
     run = StrategyRun.of(config, corpora, 8)
     assert run.expert_sizes(Scheme(tp_size=2)) == (2, 1)
@@ -128,6 +129,6 @@ def test_command_has_what_settings_say_of_the_model(wlb) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(sizes | more))
     shown = wlb(MIXED, "--memory-gib 4 --out found.yaml").out
     words = shlex.split(shown.splitlines()[-1])
-    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
+    config = parse(words[words.index("megatron_wlb.launch") + 1 :])
     assert {name: config.flat()[name] for name in sizes | more} == sizes | more
     assert "train with them, --data-path, --tokenizer-type, --train-iters, --eval-int" in shown

@@ -15,14 +15,14 @@ from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.plan.replicas import Scheme
-from megatron_wlb.planning.balance.assign import Assigner, StrategyPlanner
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.strategies.plan import strategy_run as planned
+from megatron_wlb.strategies.plan.assigner import Assigner, StrategyPlanner
 from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 MODEL = (
@@ -182,7 +182,7 @@ def test_micro_batches_are_as_long_as_kernels_were_seen_to_need(tmp_path: Path) 
     ("sizes", "text", "said"),
     [
         ([(1, 1)], "2*tp2:256", r"no tables for tp2, only for tp1; measure that TP and CP"),
-        ([], "4*tp1:256", "is no folder with tables"),
+        ([], "4*tp1:256", "is not a folder with tables"),
         ([(1, 1)], "4*tp1:8192", "to take documents of 8192 tokens, but .* 4096"),
     ],
 )

@@ -9,10 +9,11 @@ import pytest
 
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan.replicas import Scheme, Strategy
-from megatron_wlb.planning.balance.assign import Assigner, assign
-from megatron_wlb.planning.balance.dispatch import Candidate, StepDocuments
+from megatron_wlb.planning.balance.dispatch import StepDocuments
+from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.strategies.plan.assigner import Assigner, Candidate, assign
 from megatron_wlb.strategies.plan.propose import StrategySpace, _rounded, propose, relaxed
+from megatron_wlb.strategies.plan.strategy import Strategy
 
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False

@@ -14,10 +14,10 @@ from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, StepPlan
-from megatron_wlb.plan.replicas import Scheme, Strategy
-from megatron_wlb.planning.balance.assign import Assignment, assign, step_plan
-from megatron_wlb.planning.balance.dispatch import Candidate, StepDocuments, lower_bound_us
+from megatron_wlb.planning.balance.dispatch import StepDocuments, lower_bound_us
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.planning.slicing.room import unit_of
+from megatron_wlb.strategies.plan.assigner import Assignment, Candidate, assign, step_plan
 from megatron_wlb.strategies.plan.propose import (
     StrategySpace,
     _rounded_strategies,
@@ -26,6 +26,7 @@ from megatron_wlb.strategies.plan.propose import (
 )
 from megatron_wlb.strategies.plan.replica_steps import StrategySimulator
 from megatron_wlb.strategies.plan.sliced_replica import SlicedCosts
+from megatron_wlb.strategies.plan.strategy import Strategy
 
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
@@ -129,7 +130,7 @@ def test_every_token_runs_once_in_the_time_told(scheme: Scheme, seed: int) -> No
 
     line = StrategySimulator(candidate.costs).step(plan)
     assert line.propagation_us == pytest.approx(max(found.replica_us), rel=PADDING)
-    assert lower_bound_us(StepDocuments(lengths), candidate) <= found.step_us
+    assert lower_bound_us(StepDocuments(lengths), candidate.groups) <= found.step_us
 
 
 def test_slices_do_not_let_the_longest_document_stall_the_others() -> None:

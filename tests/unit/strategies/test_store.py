@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, load_hardware
-from megatron_wlb.plan.replicas import Cluster, Strategy
 from megatron_wlb.strategies.plan.store_costs import ParameterStore, part
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
 
 SHAPE = ModelShape(
     64, 192, 8, 8, 8, 8, 520, True, rms_norm=True, linear_bias=False, tied_embeddings=False

@@ -10,13 +10,13 @@ from megatron_wlb.cost import AnalyticModel, Execution, MemoryModel, ModelShape,
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, StepPlan
-from megatron_wlb.plan.replicas import Cluster, Scheme, Strategy
-from megatron_wlb.planning.balance.assign import Assigner, step_plan
-from megatron_wlb.planning.balance.dispatch import Candidate
-from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, replica_costs
+from megatron_wlb.planning.balance.replica_costs import ReplicaCosts, Scheme
 from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.strategies.plan.assigner import Assigner, Candidate, step_plan
 from megatron_wlb.strategies.plan.replica_steps import StrategySimulator, StrategyTimeline
 from megatron_wlb.strategies.plan.store_costs import ExchangeTimes, ParameterStore
+from megatron_wlb.strategies.plan.strategy import Cluster, Strategy
+from megatron_wlb.strategies.plan.whole_replica import replica_costs
 
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.plan.replicas import Scheme
+from megatron_wlb.planning.balance.replica_costs import Scheme
 from megatron_wlb.strategies.plan.propose import StrategySpace
 from megatron_wlb.strategies.strategy_search import SAMPLE_STEPS, StrategyStudy, sample_steps, study
 

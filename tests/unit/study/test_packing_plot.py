@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.machines import H100
 
-from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost import Execution, Parallelism
+from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.packing import PackingSettings
-from megatron_wlb.planning.run import Workload
+from megatron_wlb.planning.run import Run
+from megatron_wlb.simulator.trial import Outcome, Steps, trial
 from megatron_wlb.study import plot_packings as module
-from megatron_wlb.study.evaluate import Evaluation, evaluate
 from megatron_wlb.study.plot_packings import plot_packings, plot_trade_off
 from megatron_wlb.study.tune import Tuning
 
@@ -16,10 +18,12 @@ WINDOW = 1024
 LENGTHS = np.random.default_rng(2).lognormal(4, 1.4, 500).astype(np.int64).clip(1, WINDOW)
 
 
-def run(setting: PackingSettings, seed: int = 1) -> Evaluation:
-    cost = DocumentCost(1.0, 0.004, 1.7, 0.011)
-    work = Workload(LengthSource("made up", LENGTHS), WINDOW, 4, cost, seed)
-    return evaluate(work, setting, 10, warm_up=3)
+RUN = Run(load_model("550m"), Execution(Parallelism(dp_size=2)), H100, WINDOW, 4)
+
+
+def run(setting: PackingSettings, seed: int = 1) -> Outcome:
+    steps = Steps(LengthSource("made up", LENGTHS), num=10, warm_up=3, seeds=(seed,))
+    return trial(RUN, setting, steps)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +72,13 @@ def test_trade_off_marks_the_choice_beside_everything_it_was_chosen_from(tuning,
     assert {"original", "recommended", "limit, 0.4 steps"} <= set(legend(figure))
     assert {"default: wlb", "default: hold", "fixed-greedy, 1 batch"} <= set(legend(figure))
     assert "wlb: best of 2 settings tried" in legend(figure)
-    assert "modelled" in axes.get_ylabel() and "delay" in axes.get_xlabel()
+    assert "simulated" in axes.get_ylabel() and "delay" in axes.get_xlabel()
     points = {c.get_label(): c.get_offsets().tolist() for c in axes.collections}
     chosen, original = tuning.chosen, tuning.original
-    assert points["recommended"] == [[chosen.delay, chosen.efficiency / original.efficiency]]
-    assert points["original"] == [[original.delay, 1.0]]
+    assert points["recommended"] == [[chosen.delay_steps, chosen.mfu / original.mfu]]
+    assert points["original"] == [[original.delay_steps, 1.0]]
     left, right = axes.get_xlim()
-    assert left <= 0 and all(left <= e.delay <= right for e in (chosen, *tuning.defaults))
+    assert left <= 0 and all(left <= e.delay_steps <= right for e in (chosen, *tuning.defaults))
     title = axes.get_title(loc="left")
     assert title.startswith("recommended: hold, price 0.2, ") and "default" not in title
 
@@ -109,7 +113,7 @@ def test_packings_are_drawn_with_their_figures(tuning, drawn, tmp_path):
     (dots,) = [c for c in left.collections if c.get_label() == "time-weighted mean"]
     assert dots.get_offsets()[:, 0].tolist() == [e.imbalance for e in shown]
     for axes, values in (
-        (middle, [e.delay for e in shown]),
+        (middle, [e.delay_steps for e in shown]),
         (right, [e.metrics.tokens_cv for e in shown]),
     ):
         assert [bar.get_width() for bar in axes.patches] == values

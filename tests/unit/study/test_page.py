@@ -14,7 +14,8 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
-from megatron_wlb.study.compare import Outcome, compare
+from megatron_wlb.simulator.baseline import baseline
+from megatron_wlb.simulator.trial import Outcome, Steps, trials
 from megatron_wlb.study.page import Page, examples, fastest
 
 WINDOW = 8192
@@ -37,12 +38,12 @@ def page() -> Page:
     variants = [
         PackingSettings.parse(name, WINDOW, 2 * WINDOW) for name in ("original", "wlb", "hold")
     ]
-    outcomes = compare(
-        base, source, variants, ["per-sequence", "adaptive"], steps=5, seeds=(1, 2), warm_up=4
-    )
+    steps = Steps(source, num=5, seeds=(1, 2), warm_up=4)
+    modes = ["per-sequence", "adaptive"]
+    outcomes = [one for variant in variants for one in trials(base, variant, steps, modes)]
     lengths = source.lengths(20, window=WINDOW, seed=1)
     return Page(
-        base, outcomes, lengths, "7b <on> 4", "CP 2 × PP 2",
+        base, outcomes, baseline(base, steps), lengths, "7b <on> 4", "CP 2 × PP 2",
         (("documents", "a</script><b>bad</b>"),), "wlb simulate --x '<!--'",
     )  # fmt: skip
 
@@ -75,6 +76,7 @@ def test_nothing_that_users_name_becomes_markup(page: Page) -> None:
 
 def test_page_says_that_it_is_simulated(page: Page) -> None:
     assert "Simulated: no time or byte in this page was measured" in page.html()
+    assert page.base.said in page.data()["texts"]["compared"]
     assert "some of them assumed" in page.data()["texts"]["method"]
 
 

@@ -99,7 +99,7 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
     flags = {flag: value for part in parts.values() for flag, value in part.items()}
     command = recipe.command(flags, scenario.num_devices, 8)
     words = shlex.split(command)
-    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
+    config = parse(words[words.index("megatron_wlb.launch") + 1 :])
     built = planning.model_shape(config, shape.vocab_size)
     assert built == shape
     assert planning.parallelism(config, layout.dp_size) == layout
@@ -155,7 +155,7 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     path.write_text(recipe.recipe(parts, 32, 8, ""))
     flags = {flag: value for part in parts.values() for flag, value in part.items()}
     command = shlex.split(recipe.command(flags, 32, 8))
-    words = command[command.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :]
+    words = command[command.index("megatron_wlb.launch") + 1 :]
     assert list(read_recipe(path, {}).arguments) == words
     # Megatron's script has two shells read the value, which a pipe would end.
     assert r"--pipeline-model-parallel-layout: Et*9\\|t*8\\|t*10\\|t*5L" in path.read_text()

@@ -14,6 +14,7 @@ from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.layer_patterns import with_windows
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.megatron import ModelConfig
+from megatron_wlb.simulator.trial import Steps
 from megatron_wlb.study.search import Search, Space, search
 from megatron_wlb.study.stages import balanced_layers
 
@@ -77,7 +78,7 @@ def find(shape: ModelShape, **fixed: int) -> Search:
         fixed={"tp_size": 1, "cp_size": 1, "pp_size": 4} | fixed,
     )  # fmt: skip
     source = LengthSource.of_distribution("reference")
-    return search(space, source, num_refined=2, num_tuned=1, steps=2)
+    return search(space, Steps(source, num=2), num_refined=2, num_tuned=1)
 
 
 def test_unlike_stages_are_ranked_where_they_gain() -> None:

@@ -162,7 +162,7 @@ class ContextParallel:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Heads:
     """One head group between forward and backward."""
 
     calls: list[KernelCall | JoinedCall | PrefixCall]
@@ -275,7 +275,7 @@ class _Run:
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, *, keep: bool
-    ) -> Iterator[_Part]:
+    ) -> Iterator[_Heads]:
         """Each head group's part, with graphs of its own if gradients are enabled."""
         like = key if self.latent is None else query  # which has as many heads as its keys
         opened: list[torch.Tensor] = []
@@ -314,12 +314,16 @@ class _Run:
                 _free(pair)
                 if gathered is not None:
                     _free(opened[number])
-            yield _Part(calls, pair, None if gathered is None else opened[number])
+            yield _Heads(calls, pair, None if gathered is None else opened[number])
         if self.cut is not None:
             self.cut.filled()
 
     def backward(
-        self, parts: list[_Part], key: torch.Tensor, value: torch.Tensor | None, grad: torch.Tensor
+        self,
+        parts: list[_Heads],
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        grad: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Gradients of the local query, key and value; frees what the parts hold."""
         opened: tuple[torch.Tensor, ...] = ()

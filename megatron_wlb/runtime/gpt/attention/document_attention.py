@@ -6,6 +6,7 @@ rank, ``D`` head dimension. Megatron's layout is ``[T, 1, H, D]``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,11 @@ from megatron_wlb.runtime.gpt.attention.context_parallel import (
 from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.latent_rows import Expand
-from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice, Slice, slice_attention
+from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    KVSlice,
+    LayerSlice,
+    slice_attention,
+)
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.ranks.transfer import to_device
@@ -49,7 +54,7 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """``[T/CP]`` int64 on the device: each local token's position in its document."""
     gather: KeyGather | None = None
     """Where the keys are, if tokens are spread over ranks."""
-    slice: Slice | None = None
+    slice: KVSlice | None = None
     """The part of a document that the first tokens are, if they are one."""
     sliding: PlanSeqParams | None = None
     """The same for layers of a sliding window, with the keys in reach alone; None without any."""
@@ -70,7 +75,7 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
         segments: Segments | None,
         positions: npt.NDArray[np.int64],
         gather: KeyGather | None = None,
-        cut: Slice | None = None,
+        cut: KVSlice | None = None,
     ) -> PlanSeqParams:
         known = [*(cut.chunks if cut else ()), *([segments] if segments else ())]
         num_positions = int(positions.max()) + 1  # on the host: a GPU would have to be waited for
@@ -163,15 +168,65 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
 
         With :attr:`expand` there are latents ``[n, 1, 1, R]`` for keys, and no values.
         """
-        params = packed_seq_params
+        params = self._told(packed_seq_params, query.shape[0])
+        gather, cut, options = params.gather, params.slice, self.options
+        query, key = query.squeeze(1), key.squeeze(1)
+        value = None if value is None else value.squeeze(1)
+        kernel = options.kernel
+        numbers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.training and options.dropping is not None:
+            kernel, numbers = options.dropping, own_numbers(options.seed)
+        run = None
+        if cut is not None:
+            # On a GPU a head start tells that the kernel was seen to give the same in two parts;
+            # there a single chunk attends to several parts of its prefix at once, too.
+            joined_from = 1 if options.head_start_bytes is not None else None
+            if query.device.type == "cpu":
+                joined_from = 2
+            known = kernel, self.softmax_scale, self.value_dim, joined_from
+            run = LayerSlice(cut, self.layer_number, *known)
+        with numbers:
+            if gather is not None:
+                group = self.group if gather.group is None else gather.group
+                assert group is not None
+                # Little is exchanged of a slice behind many: one group, fewer calls that do more.
+                behind = cut and not cut.divided and cut.start > gather.layout.num_tokens
+                out = context_attention(
+                    query,
+                    key,
+                    value,
+                    params.segments,
+                    gather,
+                    kernel,
+                    self.softmax_scale,
+                    group,
+                    replace(options, num_head_groups=1) if behind else options,
+                    run,
+                    self.expand if value is None else None,
+                    self.value_dim,
+                )
+            else:
+                assert value is not None
+                if run is not None:
+                    out = slice_attention(query, key, value, run, params.segments)
+                else:
+                    assert params.segments is not None
+                    out = kernel(query, key, value, params.segments, self.softmax_scale)
+        return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, Dv] -> [T/CP, 1, H·Dv]
+
+    def _told(self, params: PackedSeqParams | None, num_tokens: int) -> PlanSeqParams:
+        """What the plan tells this layer of so many tokens.
+
+        Raises :class:`PlanError` where it is nothing, or does not fit.
+        """
         if not isinstance(params, PlanSeqParams) or not params.num_tokens:
             raise PlanError(
                 "attention was called without the micro-batch's document boundaries; the model "
                 "must be run by megatron-wlb's forward step"
             )
-        if params.num_tokens != query.shape[0]:
+        if params.num_tokens != num_tokens:
             raise PlanError(
-                f"attention got {query.shape[0]} tokens where the plan has {params.num_tokens}; "
+                f"attention got {num_tokens} tokens where the plan has {params.num_tokens}; "
                 "the ranks do not run the same plan"
             )
         if self.reach_tokens is not None:
@@ -182,85 +237,14 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                     "forward step"
                 )
             params = params.sliding
-        gather, group = params.gather, self.group
-        if gather is not None and gather.group is not None:
-            group = gather.group
-        if (group is None) != (gather is None):
+        gather = params.gather
+        is_divided = self.group is not None or (gather is not None and gather.group is not None)
+        if is_divided != (gather is not None):
             raise PlanError(
                 f"attention over {self.config.context_parallel_size} context-parallel ranks got a "
                 f"micro-batch that is{'' if gather else ' not'} divided over ranks"
             )
-        qkv = query.squeeze(1), key.squeeze(1), None if value is None else value.squeeze(1)
-        options = self.options
-        if self.training and options.dropping is not None:
-            with own_numbers(options.seed):
-                out = self._attend(*qkv, params, group, options.dropping)
-        else:
-            out = self._attend(*qkv, params, group, options.kernel)
-        return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, Dv] -> [T/CP, 1, H·Dv]
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        params: PlanSeqParams,
-        group: torch.distributed.ProcessGroup | None,
-        kernel: VarlenKernel,
-    ) -> torch.Tensor:
-        run, options = None, self.options
-        if params.slice is not None:
-            # On a GPU a head start tells that the kernel was seen to give the same in two parts;
-            # there a single chunk attends to several parts of its prefix at once, too.
-            joined_from = 1 if options.head_start_bytes is not None else None
-            if query.device.type == "cpu":
-                joined_from = 2
-            known = kernel, self.softmax_scale, self.value_dim, joined_from
-            run = LayerSlice(params.slice, self.layer_number, *known)
-        if group is None or params.gather is None:
-            assert value is not None
-            return self._alone(query, key, value, params.segments, run, kernel)
-        # Little is exchanged of a slice behind many: one group, so that fewer calls do more.
-        behind = (
-            params.slice is not None
-            and not params.slice.divided
-            and params.slice.start > params.gather.layout.num_tokens
-        )
-        return context_attention(
-            query,
-            key,
-            value,
-            params.segments,
-            params.gather,
-            kernel,
-            self.softmax_scale,
-            group,
-            replace(options, num_head_groups=1) if behind else options,
-            run,
-            self.expand if value is None else None,
-            self.value_dim,
-        )
-
-    def _alone(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Segments | None,
-        run: LayerSlice | None,
-        kernel: VarlenKernel,
-    ) -> torch.Tensor:
-        """Attention of the slice and of all whole documents, with all tokens on this rank."""
-        if segments is None:
-            assert run is not None
-            return slice_attention(query, key, value, run)
-        if run is None:
-            return kernel(query, key, value, segments, self.softmax_scale)
-        counts = [run.slice.num_queries, sum(segments.lengths_q)]
-        (q, query), (k, key), (v, value) = (torch.split(t, counts) for t in (query, key, value))
-        own = slice_attention(q, k, v, run)
-        whole = kernel(query, key, value, segments, self.softmax_scale)
-        return torch.cat([own, whole])
+        return params
 
 
 def layer_reach(config: TransformerConfig, layer_number: int) -> int | None:

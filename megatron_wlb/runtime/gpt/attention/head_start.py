@@ -46,7 +46,7 @@ def least_bytes(kernel: VarlenKernel, demand: Demand) -> int | None:
         return None
     mistake = check_parts(kernel, demand)
     if mistake is not None:
-        logger.warning("attention gets no head start, as in two parts %s", mistake)
+        logger.warning("attention gets no head start, because in two parts %s", mistake)
         return None
     return LEAST_BYTES
 

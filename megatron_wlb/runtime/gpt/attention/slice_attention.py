@@ -116,14 +116,14 @@ class SliceStore:
             self.ahead[1].leave()
             self.ahead = None
 
-    def slice(self, span: Span, divided: bool = False) -> Slice:
+    def slice(self, span: Span, divided: bool = False) -> KVSlice:
         """The handle of a slice whose queries are not laid out yet."""
         document = span.document
-        return Slice(self, document.key, span.start, span.stop, document.length, divided=divided)
+        return KVSlice(self, document.key, span.start, span.stop, document.length, divided=divided)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Slice:
+class KVSlice:
     """Tokens ``[start, stop)`` of a document, and where its keys and values are."""
 
     store: SliceStore
@@ -224,7 +224,7 @@ class PrefixCall:
     def __init__(
         self,
         kernel: LseKernel,
-        cut: Slice,
+        cut: KVSlice,
         query: torch.Tensor,
         halves: tuple[torch.Tensor, torch.Tensor],
         scale: float,
@@ -293,7 +293,7 @@ class LayerSlice:
     its part of the buffer's tensors.
     """
 
-    slice: Slice
+    slice: KVSlice
     layer: int
     kernel: VarlenKernel
     scale: float
@@ -464,29 +464,47 @@ class LayerSlice:
 
 
 def slice_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: LayerSlice,
+    segments: Segments | None = None,
 ) -> torch.Tensor:
-    """A slice's queries to all of its document so far: ``[n, H, D], [n, G, D] ×2 -> [n, H, D]``.
+    """A slice's queries to all of its document so far, and behind them the ``segments`` of whole
+    documents: ``[n, H, D], [n, G, D] ×2 -> [n, H, D]``, with all tokens on this rank.
 
     Values, and so the output, may be narrower than ``D``.
 
     Raises :class:`PlanError` where slices run in another order, backward too.
     """
-    if torch.is_grad_enabled():
-        apply: Any = _SliceAttention.apply
-        out: torch.Tensor = apply(query, key, value, run)
+    apply: Any = _SliceAttention.apply
+    if segments is None:
+        out: torch.Tensor = apply(query, key, value, run, torch.is_grad_enabled())
         return out
-    return _forward(query, key, value, run, keep=False).out
+    counts = [run.slice.num_queries, sum(segments.lengths_q)]
+    (q, query), (k, key), (v, value) = (torch.split(t, counts) for t in (query, key, value))
+    own = apply(q, k, v, run, torch.is_grad_enabled())
+    return torch.cat([own, run.kernel(query, key, value, segments, run.scale)])
 
 
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        run: LayerSlice,
+        keep: bool,
     ) -> torch.Tensor:
-        ctx.run, ctx.calls = run, (_forward(query, key, value, run, keep=True),)
-        out: torch.Tensor = ctx.calls[0].out.detach()
-        return out
+        buffer = run.fill(key)
+        for half, rows in zip((key, value), run.halves(buffer.pair), strict=True):
+            run.write(rows, half)
+        with torch.set_grad_enabled(keep):
+            calls = run.attend(buffer.pair, query, keep=keep)
+        run.filled()
+        ctx.run, ctx.calls = run, calls
+        return calls[0].out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -495,16 +513,4 @@ class _SliceAttention(torch.autograd.Function):
         (grad_query,) = run.differentiate(calls, grad_out, grad)
         pair = run.rows(grad).to(buffer.pair.dtype)
         run.turned()
-        return grad_query, *run.halves(pair), None
-
-
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice, *, keep: bool
-) -> KernelCall | PrefixCall:
-    buffer = run.fill(key)
-    for half, rows in zip((key, value), run.halves(buffer.pair), strict=True):
-        run.write(rows, half)
-    with torch.set_grad_enabled(keep):
-        (call,) = run.attend(buffer.pair, query, keep=keep)
-    run.filled()
-    return call
+        return grad_query, *run.halves(pair), None, None

@@ -10,57 +10,7 @@ import pytest
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import Window, held_amounts, hosted_passes
 from megatron_wlb.cost.schedule.messages import slice_graph
-from megatron_wlb.cost.schedule.order import Action, sliced
-
-
-def forward(micro_batch: int) -> Action:
-    return Action("F", 0, micro_batch)
-
-
-def backward(micro_batch: int) -> Action:
-    return Action("B", 0, micro_batch)
-
-
-def test_window_lets_go_oldest_first_and_only_what_is_too_much() -> None:
-    window = Window([(0, 2), (0, 1), (0, 0)], 10.0)
-    for number in range(3):
-        assert window.before(forward(number)) == ([], [])
-        window.behind(forward(number), 6.0)
-        if number < 2:
-            assert window.held == 6.0 * (number + 1)
-        if number == 1:
-            assert window.before(forward(9)) == ([(0, 0)], [])
-            assert window.held == 6.0
-    # Of 1 and 2 there is room for one; 2 comes next, and so just stays.
-    assert window.before(backward(2)) == ([(0, 1)], [])
-    assert window.held == 6.0
-    window.behind(backward(2), 6.0)
-    assert window.held == 0.0
-    assert window.before(backward(1)) == ([], [(0, 1)])
-
-
-def test_what_runs_next_comes_even_where_there_is_no_room() -> None:
-    window = Window([(0, 1), (0, 0)], 0.0)
-    for number in range(2):
-        window.before(forward(number))
-        window.behind(forward(number), 3.0)
-    assert window.before(backward(1)) == ([(0, 1)], [(0, 1)])
-    assert window.held == 3.0
-    window.behind(backward(1), 3.0)
-    assert window.before(backward(0)) == ([], [(0, 0)])
-
-
-def test_room_for_what_comes_is_filled_ahead() -> None:
-    window = Window([(0, n) for n in (3, 2, 1, 0)], 4.0)
-    gone = []
-    for number in range(4):
-        gone += window.before(forward(number)).gone
-        window.behind(forward(number), 2.0)
-    assert window.before(forward(4)) == ([(0, 1)], [])  # 3 and 2 stay: they come next
-    assert gone == [(0, 0)]
-    assert window.held == 4.0
-    window.behind(backward(3), 2.0)
-    assert window.before(backward(2)) == ([], [(0, 1)])
+from megatron_wlb.cost.schedule.order import sliced
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -74,32 +74,6 @@ def validate(order, chains=()):
 # ---- orders
 
 
-def test_action_text_has_kind_chunk_and_micro_batch():
-    assert str(Action("B", 1, 20)) == "B1.20"
-
-
-def test_one_f_one_b_warms_up_alternates_and_drains():
-    assert one_f_one_b(3, 4) == order_from("""
-        F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
-        F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3
-        F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3
-    """)
-
-
-def test_interleaved_runs_groups_chunk_by_chunk_with_a_larger_last_group():
-    """The worked example in Megatron's source: PP 2, VP 2, groups of 3, 5 micro-batches."""
-    assert interleaved(2, 2, 5, group_size=3) == order_from("""
-        F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 F0.3 B1.1 F0.4 B1.2 F1.3 B0.0 F1.4 B0.1 B0.2 B1.3 B1.4 B0.3 B0.4
-        F0.0 F0.1 F0.2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F0.3 B0.0 F0.4 B0.1 F1.3 B0.2 F1.4 B1.3 B1.4 B0.3 B0.4
-    """)  # noqa: E501
-
-
-def test_schedule_picks_by_the_number_of_chunks():
-    assert schedule(4, 1, 6) == one_f_one_b(4, 6)
-    assert schedule(4, 2, 8) == interleaved(4, 2, 8, group_size=4)
-    assert schedule(4, 2, 8, 8) == interleaved(4, 2, 8, group_size=8)
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -205,11 +179,6 @@ def test_receive_order_is_the_neighbours_send_order():
         assert num_messages == 2 * (pp_size * vpp_size - 1) * num_micro_batches, sizes
 
 
-def test_receive_order_refuses_a_rank_outside_the_pipeline():
-    with pytest.raises(ConfigError, match="pp_rank 4 is not below pp_size 4"):
-        receive_order(4, 1, 8, None, 4)
-
-
 CHAINS = [[1], [5], [1] * 9, [3, 1, 2, 1, 1, 1, 1], [4, 4, 4], [1, 1, 7, 1, 2]]
 
 
@@ -246,22 +215,6 @@ def test_sliced_order_of_several_chunks_is_interleaved_where_nothing_is_sliced()
     (first, *_), (megatrons, *_) = order, interleaved(4, 2, 10, group_size=5)
     assert [a for a in first if a.kind == "F"] == [a for a in megatrons if a.kind == "F"]
     assert [a for a in first if a.kind == "B"] == [a for a in megatrons if a.kind == "B"]
-
-
-def test_sliced_order_of_whole_documents_is_one_f_one_b():
-    for pp_size in (1, 2, 4):
-        assert sliced(pp_size, [1] * 6) == one_f_one_b(pp_size, 6)
-
-
-def test_sliced_order_works_off_what_a_chain_leaves_in_flight():
-    actions = sliced(1, [6] + [1] * 30)[0]
-    in_flight = 0
-    held = []
-    for action in actions:
-        in_flight += 1 if action.kind == "F" else -1
-        held.append(in_flight)
-    assert max(held) == 6
-    assert max(held[-16:]) == 1
 
 
 def test_sliced_order_runs_few_passes_of_a_kind_at_once():
@@ -307,3 +260,8 @@ def test_lead_of_a_chain_grows_by_an_eighth_and_shrinks_by_a_quarter_of_a_forwar
     # The chain's 12 forwards precede its first backward, the 21st: 32 by then, 9/8 more each.
     assert forwards[:21] == [-(-(32 * 8 - 9 * (20 - at)) // 8) for at in range(21)]
     assert forwards[20:] == [min(52, -(-(32 * 8 + 6 * at) // 8)) for at in range(32)]
+
+
+def test_receive_order_refuses_a_rank_outside_the_pipeline():
+    with pytest.raises(ConfigError, match="pp_rank 4 is not below pp_size 4"):
+        receive_order(4, 1, 8, None, 4)

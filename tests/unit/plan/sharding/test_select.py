@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_wlb.cost.attention_latency import AnalyticAttention, pairs
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Selector, Sharding, predict, shard_arrays
-from megatron_wlb.plan.sharding.select import MAX_CHUNKS, MIN_THRESHOLDS, MODES
+from megatron_wlb.plan.sharding.select import MODES
 
 GPU = AnalyticAttention(num_heads=4, head_dim=128, tflops=400)
 
@@ -72,51 +72,6 @@ def test_choice_is_the_best_of_all_lengths_each_predicted_alone(case, latency):
     assert selector.choose(lengths) == min(alone, key=lambda prediction: prediction.latency_us)
 
 
-@settings(max_examples=60)
-@given(st.data(), st.sampled_from(MODES), st.sampled_from([GPU, Exact(), Calls(), Uneven()]))
-def test_choice_for_many_is_that_for_each(data, mode, latency):
-    """To the bit, also of totals that do not divide on one rank, and of no segments."""
-    cp_size = data.draw(st.integers(1, 5))
-    lengths = st.lists(st.integers(1, 3000), max_size=9)
-    rows = data.draw(st.lists(lengths, min_size=1, max_size=6))
-    if cp_size > 1:
-        rows = [[*row, -sum(row) % (2 * cp_size) or 2 * cp_size] for row in rows]
-    selector = Selector(mode, cp_size, latency)
-    shardings = {"per-document": [Sharding("per-document")], "per-sequence": [Sharding()]}
-    for row, found in zip(rows, selector.predictions_each(rows), strict=True):
-        assert found == [predict(row, cp_size, one.sharding, latency) for one in found]
-        if mode in shardings:
-            assert [one.sharding for one in found] == shardings[mode]
-    assert selector.choose_each(rows) == list(map(selector.choose, rows))
-
-
-def test_choice_for_a_thousand_micro_batches_is_fast():
-    random = np.random.default_rng(7)
-    rows = [random.integers(1, 3000, 31).tolist() for _ in range(1024)]
-    rows = [[*row, -sum(row) % 4 or 4] for row in rows]
-    selector = Selector("adaptive", 2, GPU)
-
-    def seconds(choose):
-        began = time.process_time()
-        choose()
-        return time.process_time() - began
-
-    assert selector.choose_each(rows) == [selector.choose(row) for row in rows]
-    # The least of several: Python's collector may look through all that other tests have left.
-    alone_s = min(seconds(lambda: [selector.choose(row) for row in rows]) for _ in range(3))
-    together_s = min(seconds(lambda: selector.choose_each(rows)) for _ in range(5))
-    assert together_s < 0.5 * alone_s  # measured: a tenth
-
-
-@settings(max_examples=20)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_choice_on_one_rank_is_of_any_total(lengths):
-    for mode in MODES:
-        chosen = Selector(mode, 1, Uneven()).choose(lengths)
-        assert chosen == predict(lengths, 1, chosen.sharding, Uneven())
-        assert chosen.latency_us == predict(lengths, 1, Sharding(), Uneven()).latency_us
-
-
 @settings(max_examples=50)
 @given(micro_batches(), st.integers(0, 3000))
 def test_prediction_adds_up_the_chunks_of_each_rank(case, threshold):
@@ -134,43 +89,12 @@ def test_prediction_adds_up_the_chunks_of_each_rank(case, threshold):
     assert predicted.forward_imbalance == pytest.approx((10 + max(expected)) / mean)
 
 
-def test_prediction_counts_ranks_without_chunks():
-    predicted = predict([], 2, Sharding(), Exact())
-    assert (predicted.forward_us, predicted.latency_us) == ((10.0, 10.0), 30.0)
-    assert predict([], 2, Sharding(), Calls()).forward_imbalance == 1.0
-
-
-def test_adaptive_weighs_balance_against_chunks():
-    """One long document among short ones; balance wants pieces of it, few calls want none."""
-    lengths = [5000, *[40] * 100, 152]
-    assert Selector("adaptive", 4, Exact()).choose(lengths).sharding == Sharding("per-document")
-    assert Selector("adaptive", 4, Calls()).choose(lengths).sharding == Sharding("per-sequence")
-
-
 def test_hybrid_cuts_the_long_document_only():
     lengths = [5000, *[40] * 100, 152]
     chosen = Selector("hybrid", 4, GPU).choose(lengths)
     assert chosen.sharding.kind == "hybrid"
     assert 152 < chosen.sharding.threshold <= 5000
     assert chosen.latency_us < 0.95 * Selector("adaptive", 4, GPU).choose(lengths).latency_us
-
-
-def test_hybrid_of_equal_documents_has_no_threshold_to_try():
-    kinds = [p.sharding.kind for p in Selector("hybrid", 2, GPU).predictions_each([[64] * 8])[0]]
-    assert kinds == ["per-sequence", "per-document"]
-
-
-def test_hybrid_tries_fewer_lengths_of_many_documents():
-    lengths = np.arange(1, 1001)
-    lengths[-1] += -lengths.sum() % 32
-    tried = [
-        p.sharding.threshold for p in Selector("hybrid", 16, GPU).predictions_each([lengths])[0]
-    ][2:]
-    assert MIN_THRESHOLDS < len(tried) == MAX_CHUNKS // 1032
-    assert tried[0] == 2 and tried[-1] == lengths[-1]
-    assert np.ptp(np.diff(tried[:-1])) <= 1
-    selector = Selector("hybrid", 2, GPU)
-    assert len(list(selector.predictions_each([[*range(1, 4001), 4000]])[0])) == 2 + MIN_THRESHOLDS
 
 
 def test_choice_is_faster_on_the_reference_lengths():

@@ -138,56 +138,6 @@ def test_long_documents_are_dealt_to_slots_in_turn_and_the_rest_fill_them(case):
         }
 
 
-@settings(max_examples=100)
-@given(cases())
-def test_hybrid_is_per_document_and_per_sequence_at_its_ends(case):
-    lengths, cp_size, _ = case
-    ends = {0: PER_DOCUMENT, max(lengths) + 1: PER_SEQUENCE}
-    for threshold, same in ends.items():
-        assert shard(lengths, cp_size, Sharding("hybrid", threshold)) == shard(
-            lengths, cp_size, same
-        )
-
-
-def test_per_sequence_cuts_at_any_token():
-    assert shard([3, 5, 8], 2, PER_SEQUENCE) == (
-        (Chunk(0, 0, 3), Chunk(1, 0, 1), Chunk(2, 4, 8)),
-        (Chunk(1, 1, 5), Chunk(2, 0, 4)),
-    )
-
-
-def test_per_document_spreads_what_does_not_divide():
-    # 9 = 4·2 + 1 lengthens the first piece; 7 = 4·1 + 3 the three others.
-    assert shard([9, 7], 2, PER_DOCUMENT) == (
-        (Chunk(0, 0, 3), Chunk(0, 7, 9), Chunk(1, 0, 1), Chunk(1, 5, 7)),
-        (Chunk(0, 3, 7), Chunk(1, 1, 5)),
-    )
-
-
-def test_per_document_remainder_deals_single_tokens():
-    # Even parts of 8 and 4 tokens; then tokens 8 | 4, 5, 6 go to ranks 0 | 1, 0, 1.
-    assert shard([9, 7], 2, REMAINDER) == (
-        (Chunk(0, 0, 2), Chunk(0, 6, 9), Chunk(1, 0, 1), Chunk(1, 3, 4), Chunk(1, 5, 6)),
-        (Chunk(0, 2, 6), Chunk(1, 1, 3), Chunk(1, 4, 5), Chunk(1, 6, 7)),
-    )
-
-
-def test_hybrid_cuts_long_documents_each_and_short_ones_together():
-    assert shard([2, 8, 3, 3], 2, Sharding("hybrid", 8)) == (
-        (Chunk(0, 0, 2), Chunk(1, 0, 2), Chunk(1, 6, 8), Chunk(3, 1, 3)),
-        (Chunk(1, 2, 6), Chunk(2, 0, 3), Chunk(3, 0, 1)),
-    )
-
-
-def test_one_rank_holds_all_of_any_total():
-    for kind in KINDS:
-        assert shard([3, 4], 1, Sharding(kind)) == ((Chunk(0, 0, 3), Chunk(1, 0, 4)),)
-
-
-def test_no_segments_give_empty_ranks():
-    assert shard([], 3, PER_DOCUMENT) == shard([], 3, PER_SEQUENCE) == ((), (), ())
-
-
 @pytest.mark.parametrize("cp_size", [2, 4, 8, 16])
 def test_per_document_balances_flops_to_a_thousandth(cp_size):
     worst = 1.0

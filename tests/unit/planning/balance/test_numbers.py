@@ -21,7 +21,6 @@ from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.planning.slicing.room import MemoryLimit
 from megatron_wlb.simulator.step import Simulator, slowest_us
-from megatron_wlb.study.evaluate import evaluate
 
 REFERENCE = LengthSource.of_distribution("reference")
 NUM_STEPS = 24
@@ -149,12 +148,8 @@ def test_without_a_memory_limit_no_more_tokens_are_held_at_once() -> None:
     assert [full(number) for number in (1, 4, 8, 64)] == [1000] * 4
 
 
-def test_modelled_trials_count_the_steps_as_planned() -> None:
-    of = workload(2)
-    fixed, chosen = (evaluate(of, setting(n), NUM_STEPS, warm_up=4) for n in ("hold", "hold+auto"))
-    assert chosen.efficiency > 1.1 * fixed.efficiency and chosen.delay == fixed.delay
-    assert chosen.flags[-2:] == ("--wlb-micro-batches", "auto")
-    assert chosen.setting.title == "hold, auto N" and not chosen.setting.is_plain
+def test_without_a_pipeline_the_number_stays() -> None:
+    assert planner("hold+auto", workload(pp_size=1)).shaping is None
 
 
 def test_packings_with_numbers_of_their_own_are_refused() -> None:

@@ -116,7 +116,8 @@ def test_what_it_cannot_do_is_refused_everywhere() -> None:
 
 def test_the_launcher_refuses_what_a_packing_says(monkeypatch: pytest.MonkeyPatch) -> None:
     args = argparse.Namespace(
-        mock_data=True, defer_embedding_wgrad_compute=True, wlb_packing="round-robin", world_size=2,
+        mock_data=True, skip_train=True, defer_embedding_wgrad_compute=True,
+        wlb_packing="round-robin", world_size=2,
         tensor_model_parallel_size=1, pipeline_model_parallel_size=2, context_parallel_size=1,
     )  # fmt: skip
     refusals.check(args)

@@ -80,3 +80,38 @@ def test_short_name_tells_packing_number_and_shape() -> None:
     for text in ("original+shape", "fixed-greedy:2+shape"):
         with pytest.raises(ConfigError, match="windows, so they cannot be shaped"):
             PackingSettings.parse(text, WINDOW, WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("fixed-greedy:4", {"fixed_batches": 4}),
+        ("fixed-solver:2", {"fixed_batches": 2}),
+        ("wlb", {}),
+        ("wlb:1", {"queue_thresholds": (WINDOW // 2,)}),
+        ("wlb:3", {"queue_thresholds": (WINDOW // 4, WINDOW // 2, WINDOW * 3 // 4)}),
+        ("hold:4", {"look_ahead": 4}),
+        ("hold:0", {}),
+    ],
+)
+def test_setting_is_read_from_its_name_and_number(text: str, changes: dict) -> None:
+    assert PackingSettings.parse(text, WINDOW, 2 * WINDOW) == PackingSettings(
+        text.partition(":")[0], 2 * WINDOW, **changes
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["wlb:0", "wlb:-1", "wlb:x", "wlb:", "fixed-greedy:0", "hold:1.5", f"wlb:{WINDOW}"]
+)
+def test_setting_of_an_impossible_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"packing {text}: "):
+        PackingSettings.parse(text, WINDOW, 2 * WINDOW)
+    with pytest.raises(ConfigError, match="original:2: it takes no number"):
+        PackingSettings.parse("original:2", WINDOW, 2 * WINDOW)
+
+
+def test_titles_tell_settings_apart() -> None:
+    texts = ["original", "fixed-greedy:1", "fixed-greedy:2", "wlb", "wlb:1", "hold", "hold:1"]
+    titles = [PackingSettings.parse(text, WINDOW, 2 * WINDOW).title for text in texts]
+    assert titles[:3] == ["original", "fixed-greedy, 1 batch", "fixed-greedy, 2 batches"]
+    assert len(set(titles)) == len(titles)

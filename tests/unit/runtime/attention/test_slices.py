@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.attention import document_attention, in_slices
+from helpers.attention import document_attention
 from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.errors import PlanError
@@ -152,38 +152,6 @@ def test_slices_are_the_whole_document(
         document.store.end()
 
 
-def test_slices_in_bf16_are_as_good_as_the_whole_document_in_bf16() -> None:
-    """Gradients are summed in fp32: ninety slices add no more rounding than one."""
-    errors = []
-    for cuts in (range(91), (0, 90)):
-        document = Sliced(cuts, dtype=torch.bfloat16)
-        inputs = (*document.inputs, document.grad)
-        found = in_slices(*inputs, cuts, torch_cpu_varlen, SCALE)
-        errors.append(
-            [
-                float((a.double() - b).square().sum().sqrt())
-                for a, b in zip(found, document.expected(), strict=True)
-            ]
-        )
-    many, one = errors
-    # The kernel itself rounds the output of a part of a document twice. Sums in bf16 are 2.2 times
-    # as far off as those of one slice.
-    for a, b, most in zip(many, one, (2, 1.5, 1.5, 1.5), strict=True):
-        assert 0 < a < most * b, (many, one)
-
-
-def test_documents_in_turn_do_not_meet() -> None:
-    """The chains of three documents as a pipeline interleaves them."""
-    store = SliceStore()
-    documents = [Sliced(cuts, number, store=store) for number, cuts in enumerate(CUTS)]
-    passes = "0F0 0F1 0F2 0F3 1F0 0B3 1F1 0B2 2F0 0B1 2F1 1B1 2F2 0B0 1B0 2B2 2B1 2B0"
-    for number, *name in passes.split():
-        documents[int(number)].do("".join(name))
-    store.end()
-    for document in documents:
-        assert_equal(document.found(), document.expected(), 1e-12)
-
-
 @pytest.mark.parametrize(
     "passes",
     [
@@ -290,14 +258,3 @@ def test_the_last_backward_frees_the_buffers() -> None:
         freed = pair * (2 + 4) + 500 * HEADS * (HEAD_DIM * 2 + 4) + 5 * 16
         assert held - live.live == freed
     assert not document.store.buffers
-
-
-def test_written_rows_are_no_change_to_autograd() -> None:
-    """Or graphs that hold views of other rows could not be differentiated."""
-    tensor = torch.zeros(4, 2)
-    version = tensor._version
-    one, other = (run_of(SliceStore(), Span(document_of(0, 4), *cut)) for cut in ((1, 3), (3, 4)))
-    one.write(tensor, torch.ones(2, 2))
-    other.write(tensor, torch.arange(10.0).view(5, 2), torch.tensor([4]))
-    assert tensor.tolist() == [[0, 0], [1, 1], [1, 1], [8, 9]]
-    assert tensor._version == version

@@ -56,11 +56,6 @@ def source(tmp_path: Path) -> MegatronSource:
     return MegatronSource.at(tmp_path)
 
 
-def test_version_is_that_of_package_info(source: MegatronSource) -> None:
-    assert source.version == "1.2.3rc4"
-    assert not source.has_training
-
-
 @pytest.mark.parametrize(
     ("path", "parameters"),
     [
@@ -85,25 +80,6 @@ def test_signature_is_that_of_the_definition(
     source: MegatronSource, path: str, parameters: str
 ) -> None:
     assert source.signature(f"megatron.core.module:{path}") == parameters
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        "megatron.core.module:absent",
-        "megatron.core.module:other",  # bound as `renamed`
-        "megatron.core.module:hidden",
-        "megatron.core.module:Stock.absent",
-        "megatron.core.module:absent.deeper",
-        "megatron.core.absent:plain",
-    ],
-)
-def test_signature_of_a_missing_name_is_none(source: MegatronSource, target: str) -> None:
-    assert source.signature(target) is None
-
-
-def test_packages_are_modules_too(source: MegatronSource) -> None:
-    assert source.signature("megatron.core.parts:packaged") == "z"
 
 
 def test_folder_without_megatron_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from megatron_wlb.runtime.gpt.attention.kernels import Demand
 from megatron_wlb.runtime.measuring import attention_rates
 from megatron_wlb.runtime.measuring.attention_rates import (
     AttentionTimer,
-    grid,
     measure_attention,
 )
 
@@ -60,13 +59,6 @@ def test_measured_profile_is_that_of_the_kernel(known):
     assert profile.whole_forward_us[6] == pytest.approx(3 + 0.01 * 64 * 64, rel=1e-4)
     assert profile.forward_us[6][0] == pytest.approx(2 * (3 + 0.01 * 64 * 65), rel=1e-4)
     assert calls[-1][0] == calls[-1][1] == len(calls)
-
-
-def test_measured_profile_takes_the_tiles_that_explain_it(known):
-    profile = measure(1024)
-    assert profile.tile_queries > 1 and profile.error < 0.02
-    one, two = (float(profile.chunk_us(np.array(q), np.array(900))[0]) for q in (128, 129))
-    assert two > 1.3 * one
 
 
 def test_measured_profile_knows_what_unlike_chunks_take_more(known, monkeypatch):
@@ -178,19 +170,6 @@ def test_out_of_memory_is_survived_by_a_smaller_size(small_gpu, caplog):
     profile = measure_on_gpu(131072)
     assert profile.lengths[-1] == 32768
     assert "calls half as large, up to 32768 tokens" in caplog.messages[-1]
-
-
-def test_no_memory_at_all_is_an_error(small_gpu):
-    with pytest.raises(ConfigError, match="64 heads of 128 finds no memory on cuda; end what else"):
-        measure_on_gpu(16384)
-
-
-def test_grid_ends_at_the_longest():
-    assert grid(8) == (1, 2, 4, 8)
-    assert grid(100) == (1, 2, 4, 8, 16, 32, 64, 100)
-    assert grid(300, (192, 768)) == (1, 2, 4, 8, 16, 32, 64, 128, 191, 192, 256, 300)
-    with pytest.raises(ConfigError, match="longest length is 1"):
-        grid(1)
 
 
 def test_measuring_nothing_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -11,46 +12,24 @@ import pytest
 from megatron_wlb.planning.from_config import model_shape, parallelism
 from megatron_wlb.planning.layer_patterns import expert_layers
 from megatron_wlb.runtime.megatron_lm import arguments
-from megatron_wlb.settings.config import Config, WlbConfig
+from megatron_wlb.settings.config import Config, WlbConfig, table
+from megatron_wlb.settings.setting import SAME
 
 CHECKED: dict[str, Any] = {
-    # After Megatron's validate_args.
-    "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
-    "group_query_attention": True, "num_query_groups": 2, "kv_channels": 16,
-    "position_embedding_type": "rope", "max_position_embeddings": 512, "rotary_base": 10000,
-    "rotary_percent": 0.5, "rotary_interleaved": False, "normalization": "RMSNorm",
-    "layernorm_epsilon": 1e-6, "qk_layernorm": True, "swiglu": True, "add_qkv_bias": True,
-    "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
-    "make_vocab_size_divisible_by": 64, "hidden_dropout": 0.1, "attention_dropout": 0.0,
-    "transformer_impl": "local", "deterministic_mode": False,
-    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4,
+    # After Megatron's validate_args: our defaults by Megatron's names, and what differs from them.
+    name if known.script == SAME else known.script: value
+    for name, value in Config().flat().items()
+    if (known := table()[name]).script
+} | {
+    "num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "group_query_attention": True,
+    "num_query_groups": 2, "kv_channels": 16, "layernorm_epsilon": 1e-6,
+    "add_bias_linear": False, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4,
     "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": False,
-    "microbatch_group_size_per_vp_stage": 4, "context_parallel_size": 1,
-    "sequence_parallel": True, "use_torch_fsdp2": False,
-    "use_distributed_optimizer": True, "overlap_grad_reduce": False,
-    "distributed_backend": "nccl", "micro_batch_size": 2, "global_batch_size": 32, "seed": 5,
-    "decrease_batch_size_if_needed": True,
-    "bf16": True, "recompute_granularity": "selective", "recompute_method": None,
-    "recompute_num_layers": None, "split": "99,1,0", "seq_length": 512,
-    "data_path": ["0.5", "a", "0.5", "b"], "mock_data": False, "lr": 3e-4, "optimizer": "adam",
-    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
-    "pipeline_model_parallel_layout": None,
-    "fp8": None, "fp8_recipe": "delayed", "fp8_param_gather": False,
-    "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1,
-    "num_layers_at_end_in_bf16": 1, "mtp_num_layers": None, "mtp_loss_scaling_factor": 0.1,
-    "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": None, "rotary_scaling_factor": 1.0,
-    "mscale": 1.0, "mscale_all_dim": 0.0,
-    "num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1,
-    "moe_shared_expert_intermediate_size": None, "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None, "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None,
-    "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False,
-    "moe_router_bias_update_rate": 1e-3, "moe_router_dtype": None, "moe_grouped_gemm": False,
-    "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 2,
+    "microbatch_group_size_per_vp_stage": 4, "sequence_parallel": True,
+    "micro_batch_size": 2, "global_batch_size": 32, "decrease_batch_size_if_needed": True,
+    "bf16": True, "fp16": False, "recompute_granularity": "selective", "split": "99,1,0",
+    "data_path": ["0.5", "a", "0.5", "b"], "optimizer": "adam", "fp8_recipe": "delayed",
+    "moe_layer_freq": 1, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
 }  # fmt: skip
 
 
@@ -69,30 +48,59 @@ def config(*words: str, **changes: Any) -> Config:
     return arguments.config_of(argparse.Namespace(**CHECKED | vars(parse(*words)) | changes))
 
 
-def test_settings_of_model_and_layout_are_megatrons() -> None:
-    found = config("--wlb-packing", "wlb", "--wlb-queue-thresholds", "100", "200", vocab_size=300)
-    assert found.data.vocab_size == 300
-    assert config(vocab_size=300, padded_vocab_size=384).data.vocab_size == 384  # the tokenizer's
-    assert found.model.norm_epsilon == 1e-6
-    assert found.model.disable_bias_linear
-    assert found.model.num_query_groups == 2
-    assert found.parallel.num_virtual_stages_per_pipeline_rank == 2
-    assert found.parallel.no_overlap_p2p_communication
-    assert found.parallel.microbatch_group_size_per_virtual_pipeline_stage == 4
-    assert found.training.global_batch_size == 32
-    assert found.training.micro_batch_size == 2
-    assert found.training.decrease_batch_size_if_needed
-    assert found.training.recompute_granularity == "selective"
-    assert found.data.data_path == ("0.5", "a", "0.5", "b")
-    assert found.wlb.wlb_packing == "wlb"
-    assert found.wlb.wlb_queue_thresholds == (100, 200)
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+ONE_CHUNK = {"virtual_pipeline_model_parallel_size": None}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 16, "moe_layer_freq": [0, *[1] * 7], "expert_model_parallel_size": 4,
+    "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [1e-3, 1e-4],
+}  # fmt: skip
+SETTINGS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"vocab_size": 300}, "data.vocab_size", 300),
+    ({"vocab_size": 300, "padded_vocab_size": 384}, "data.vocab_size", 384),  # the tokenizer's
+    ({}, "model.norm_epsilon", 1e-6),
+    ({}, "model.disable_bias_linear", True),
+    ({}, "model.num_query_groups", 2),
+    ({}, "parallel.num_virtual_stages_per_pipeline_rank", 2),
+    ({}, "parallel.microbatch_group_size_per_virtual_pipeline_stage", 4),
+    ({}, "parallel.no_overlap_p2p_communication", True),
+    # Without virtual stages Megatron turns the overlap off by itself.
+    (
+        {"virtual_pipeline_model_parallel_size": None},
+        "parallel.no_overlap_p2p_communication",
+        False,
+    ),
+    ({}, "training.global_batch_size", 32),
+    ({}, "training.decrease_batch_size_if_needed", True),
+    ({}, "data.data_path", ("0.5", "a", "0.5", "b")),
+    ({"split": None, "data_path": None}, "data.data_path", ()),
+    ({"split": None, "data_path": None}, "data.split", Config().data.split),
+    # Selective recomputation counts where it is of attention.
+    ({"recompute_modules": ["mla_up_proj"]}, "training.recompute_granularity", None),
+    ({"recompute_modules": None}, "training.recompute_granularity", "selective"),
+    ({"recompute_modules": ["mlp", "core_attn"]}, "training.recompute_granularity", "selective"),
+    # Megatron reads these only beside the first.
+    (FULL, "training.recompute_num_layers", 1),
+    (FULL | {"recompute_granularity": None}, "training.recompute_num_layers", None),
+    ({"fp8": "hybrid", "fp8_recipe": Scaling.blockwise}, "training.fp8_recipe", "blockwise"),
+    ({"fp8": "hybrid"}, "training.fp8_format", "hybrid"),
+    (EXPERTS, "model.moe_router_load_balancing_type", ("seq_aux_loss", "global_aux_loss")),
+    (EXPERTS, "model.moe_aux_loss_coeff", (1e-3, 1e-4)),
+    ({}, "model.moe_router_load_balancing_type", ("aux_loss",)),
+    ({"wlb_queue_thresholds": (100, 200)}, "wlb.wlb_queue_thresholds", (100, 200)),
+]
 
 
-def test_selective_recomputation_counts_where_it_is_of_attention() -> None:
-    assert config(recompute_modules=["mla_up_proj"]).training.recompute_granularity is None
-    for modules in (None, ["core_attn"], ["mlp", "core_attn"]):
-        found = config(recompute_modules=modules).training
-        assert found.recompute_granularity == "selective"
+@pytest.mark.parametrize(("changes", "name", "value"), SETTINGS)
+def test_settings_are_those_that_megatron_has_checked(
+    changes: dict[str, Any], name: str, value: Any
+) -> None:
+    found = attrgetter(name)(config(**changes))
+    assert found == value and type(found) is type(value)
+
+
+def test_patterns_of_experts_are_those_that_megatron_has_parsed() -> None:
+    assert expert_layers(config(**EXPERTS).model) == [False, *[True] * 7]
 
 
 def test_latents_are_those_of_megatrons_flags() -> None:
@@ -103,29 +111,6 @@ def test_latents_are_those_of_megatrons_flags() -> None:
     assert {name: getattr(shape.latent, name) for name in sizes} == sizes
     assert shape.kv_channels == 12 + 64 and shape.num_query_groups == 4
     assert model_shape(config(), 128).latent is None
-
-
-def test_experts_are_those_that_megatron_has_parsed() -> None:
-    found = config(
-        num_experts=16,
-        moe_layer_freq=[0, *[1] * 7],
-        moe_router_load_balancing_type=["seq_aux_loss", "global_aux_loss"],
-        moe_aux_loss_coeff=[1e-3, 1e-4],
-        expert_model_parallel_size=4,
-    )
-    assert found.model.num_experts == 16 and expert_layers(found.model) == [False, *[True] * 7]
-    assert found.model.moe_router_load_balancing_type == ("seq_aux_loss", "global_aux_loss")
-    assert found.model.moe_aux_loss_coeff == (1e-3, 1e-4)
-    assert found.parallel.expert_model_parallel_size == 4
-    assert config().model.moe_router_load_balancing_type == ("aux_loss",)
-    assert config().model.moe_aux_loss_coeff == (0.0,)
-
-
-def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:
-    """Without them Megatron turns the overlap off by itself."""
-    found = config(virtual_pipeline_model_parallel_size=None)
-    assert not found.parallel.no_overlap_p2p_communication
-    assert found.parallel.num_virtual_stages_per_pipeline_rank is None
 
 
 @pytest.mark.parametrize(
@@ -144,20 +129,6 @@ def test_layers_of_stages_are_those_of_megatrons_flags(
     assert (found.pp_size, found.vpp_size, found.stage_layers) == (4, 2, layers)
 
 
-def test_recipe_of_fp8_is_read_as_text() -> None:
-    found = config(fp8="hybrid", fp8_recipe=Scaling.blockwise, fp8_param_gather=True).training
-    assert (found.fp8_format, found.fp8_recipe) == ("hybrid", "blockwise")
-    assert type(found.fp8_recipe) is str and found.fp8_param_gather
-    assert config().training.fp8_format is None
-
-
-def test_what_megatron_does_not_read_of_recomputation_is_not_read() -> None:
-    training = config(recompute_granularity=None, recompute_num_layers=1).training
-    assert training.recompute_num_layers is None
-    full = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    assert config(**full).training.recompute_num_layers == 1
-
-
 def test_evaluations_have_the_sizes_that_they_are_given() -> None:
     args = argparse.Namespace(eval_global_batch_size=8, eval_micro_batch_size=None)
     training = arguments.of_evaluation(args, config()).training
@@ -166,12 +137,6 @@ def test_evaluations_have_the_sizes_that_they_are_given() -> None:
     assert arguments.of_evaluation(args, config()).training.micro_batch_size == 4
     older = arguments.of_evaluation(argparse.Namespace(), config())
     assert older == config()
-
-
-def test_splits_with_their_own_paths_need_no_shares() -> None:
-    found = config(split=None, data_path=None)
-    assert found.data.data_path == ()
-    assert found.data.split == Config().data.split
 
 
 def test_flags_have_the_defaults_of_the_settings_and_a_group_of_their_own() -> None:

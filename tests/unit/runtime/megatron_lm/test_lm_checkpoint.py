@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +12,8 @@ import torch
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.ranks import watchdog
-from megatron_wlb.runtime.saving import checksums
-from megatron_wlb.runtime.saving.newest import TRACKER
+from megatron_wlb.runtime.saving import state_file
+from megatron_wlb.runtime.saving.newest import TRACKER, folder_of
 from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
 from megatron_wlb.settings.command_line import parse
 
@@ -27,50 +25,36 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     """A run that goes on from it would never write them."""
     from megatron_wlb.runtime.megatron_lm import saved_plans
 
-    done: list[str] = []
-    session: Any = SimpleNamespace(
-        args=SimpleNamespace(save="ck", ckpt_format="torch"),
-        config=SimpleNamespace(wlb=SimpleNamespace(wlb_no_checksums=True)),
-        model=SimpleNamespace(groups=SimpleNamespace(dp_cp=None)),
-        state=dict,
-        catch_up=lambda: done.append("figures"),
-        ledger=SimpleNamespace(sync=lambda: done.append("ledger")),
-        runner=SimpleNamespace(compare_reads=lambda: done.append("reads")),
-    )
-
-    failures = {
-        r"cannot save iteration 2 to ck: .*No space left.*; free some room there": OSError(
-            errno.ENOSPC, os.strerror(errno.ENOSPC)
-        ),
-        r"CUDA out of memory.*; leave more of the device free": torch.OutOfMemoryError(
-            "CUDA out of memory."
-        ),
-    }
-
-    with (
-        mock.patch.object(saved_plans, "rng_state", dict),
-        mock.patch.object(saved_plans, "of_all_ranks", lambda rng, _: [rng]),
+    session, done = mock.Mock(), mock.Mock()
+    session.args = SimpleNamespace(save="ck", ckpt_format="torch")
+    session.config.wlb.wlb_no_checksums = True
+    session.state = dict
+    done.attach_mock(session.catch_up, "figures")
+    done.attach_mock(session.runner.compare_reads, "reads")
+    done.attach_mock(session.ledger.sync, "ledger")
+    with mock.patch.multiple(
+        saved_plans, rng_state=dict, of_all_ranks=mock.Mock(), from_first_rank=done.state
     ):
-        saved_plans.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
-        assert done == ["figures", "reads", "ledger", "checkpoint"]
-        for said, failure in failures.items():
-            with pytest.raises(CheckpointError, match=said):
-                saved_plans.Hooks(session).save_checkpoint(mock.Mock(side_effect=failure), 2)
+        saved_plans.Hooks(session).save_checkpoint(done.checkpoint, 2)
+        names = [name for name, *_ in done.mock_calls]
+        assert names == ["figures", "reads", "ledger", "state", "checkpoint"]
+        done.checkpoint.side_effect = torch.OutOfMemoryError("CUDA out of memory.")
+        with pytest.raises(CheckpointError, match=r"CUDA out of memory.*; leave more of the dev"):
+            saved_plans.Hooks(session).save_checkpoint(done.checkpoint, 2)
 
 
 def test_settings_of_the_checkpoint_to_go_on_from_are_read(tmp_path: Path) -> None:
-    """In both formats, of the step that Megatron loads; of a damaged one, whose load says so, or
-    without one, there are none.
+    """Of the step that Megatron loads; of a damaged one, whose load says so, or without one, there
+    are none.
     """
     from megatron_wlb.runtime.megatron_lm import saved_plans
 
-    def saved(root: Path, iteration: int, name: str, packing: str) -> Path:
-        path = root / f"iter_{iteration:07d}" / name
-        path.parent.mkdir(parents=True)
-        sealed = checksums.seal_state({"settings": {"wlb_packing": packing}})
-        torch.save({saved_plans.STATE: sealed, "args": SimpleNamespace()}, path)
+    def saved(root: Path, iteration: int, packing: str) -> Path:
+        fields = "planner", "cost", "kernel", "totals", "layout"
+        state = dict.fromkeys(fields) | {"settings": {"wlb_packing": packing}}
+        state_file.write(folder_of(root, iteration), iteration, state)
         (root / TRACKER).write_text(f"{iteration}\n")
-        return path
+        return folder_of(root, iteration) / state_file.NAME
 
     def found(**others: Any) -> Any:
         args: Any = SimpleNamespace(
@@ -81,10 +65,10 @@ def test_settings_of_the_checkpoint_to_go_on_from_are_read(tmp_path: Path) -> No
         return saved_plans.newest_settings(args).get("wlb_packing")
 
     assert found() is found(load=None) is None
-    saved(tmp_path, 2, "mp_rank_00_000/model_optim_rng.pt", "hold")
+    saved(tmp_path, 2, "hold")
     assert found() == "hold"
-    newest = saved(tmp_path, 4, "common.pt", "slim")
-    saved(tmp_path / "non_persistent", 6, "common.pt", "wlb")
+    newest = saved(tmp_path, 4, "slim")
+    saved(tmp_path / "non_persistent", 6, "wlb")
     assert found() == "slim" and found(ckpt_step=2) == "hold"
     assert found(non_persistent_ckpt_type="global") == "wlb"
     assert found(finetune=True) is None

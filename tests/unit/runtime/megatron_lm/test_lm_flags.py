@@ -1,6 +1,6 @@
 """Every flag of Megatron-LM about data, batches or groups of ranks was looked at once.
 
-A new version brings new ones, and one that nobody read would be left out without a word.
+A new version brings new ones, and one that nobody read would be left out without a warning.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ OF_OTHER_SCRIPTS = """
 
 def test_flags_about_data_batches_and_groups_were_reviewed() -> None:
     rows = [*refusals.REFUSALS, *refusals.NO_EFFECT]
-    refused = {row.flag for row in rows}
+    refused = {row.name for row in rows}
     read = {flag_of(name) for name in arguments.READ}
     words = (SERVED, MEGATRONS_OWN, NEEDLESS, WITH_OTHERS, OF_OTHER_SCRIPTS)
     reviewed = [flag for text in words for flag in text.split()]

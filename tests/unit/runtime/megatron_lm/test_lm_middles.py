@@ -100,9 +100,9 @@ def test_null_tokenizer_is_cut_between_numbers() -> None:
     for one in changed:
         assert {500, 501, 502} == {*one} - {*tokens.tolist()}
         assert {*tokens.tolist()[:-3]} >= {*one} - {500, 501, 502} - {157, 158, 159}
-    with pytest.raises(ConfigError, match="<fim_prefix> is none of the tokenizer's 512 tokens"):
+    with pytest.raises(ConfigError, match="<fim_prefix> is not one of the tokenizer's 512 tokens"):
         middles_of(NullTokenizer())
-    with pytest.raises(ConfigError, match="--fim-prefix-token 512 is none"):
+    with pytest.raises(ConfigError, match="--fim-prefix-token 512 is not one"):
         middles_of(NullTokenizer(), **numbers | {"fim_prefix_token": "512"})
     with pytest.raises(ConfigError, match="--fim-no-prefix a is text, which NullTokenizer"):
         middles_of(NullTokenizer(), **numbers, fim_no_prefix="a")
@@ -111,11 +111,14 @@ def test_null_tokenizer_is_cut_between_numbers() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"fim_suffix_token": "<suffix>"}, "--fim-suffix-token <suffix> is none of the tokenizer"),
+        (
+            {"fim_suffix_token": "<suffix>"},
+            "--fim-suffix-token <suffix> is not one of the tokenizer",
+        ),
         ({"fim_split_sample": "<repo>", "fim_fragment_rate": 1.0}, "--fim-split-sample <repo> is"),
         ({"fim_split_sample": "<file>"}, "give --fim-fragment-rate"),
-        ({"fim_rate": 1.5}, "--fim-rate 1.5 is no probability; give 0 to 1"),
-        ({"fim_spm_rate": -0.5}, "--fim-spm-rate -0.5 is no probability"),
+        ({"fim_rate": 1.5}, "--fim-rate 1.5 is not a probability; give 0 to 1"),
+        ({"fim_spm_rate": -0.5}, "--fim-spm-rate -0.5 is not a probability"),
     ],
 )
 def test_flags_that_cannot_be_followed_are_refused(flags: dict[str, Any], said: str) -> None:

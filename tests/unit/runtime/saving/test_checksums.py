@@ -84,16 +84,8 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(content)
 
 
-def flip_first(path: Path) -> None:
-    flip(path, 0)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-
-
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
 
 
 def swap_with_folder(path: Path) -> None:
@@ -113,19 +105,11 @@ def test_unchanged_checkpoint_passes_and_each_file_is_read_once(
     assert f"verified {saved}: {len(FILES)} files" in line
 
 
-DAMAGES: list[Callable[[Path], None]] = [
-    flip,
-    flip_first,
-    cut,
-    lengthen,
-    Path.unlink,
-    swap_with_folder,
-]
 CASES = [
     pytest.param(name, damage, id=f"{name}-{damage.__name__}")
     for name, num_bytes in FILES.items()
-    for damage in DAMAGES
-    if num_bytes or damage not in (flip, flip_first, cut)
+    for damage in (flip, cut, Path.unlink, swap_with_folder)
+    if num_bytes or damage not in (flip, cut)
 ]
 
 
@@ -144,7 +128,7 @@ def test_damaged_file_is_named_on_every_rank(
         "there is no checkpoint before",
     ):
         assert fragment in message
-    if damage in (flip, flip_first):
+    if damage is flip:
         assert f"has crc32 {checksums._read(path).crc32} of {num_bytes} bytes" in message
     else:
         assert any(words in message for words in ("is missing", " bytes, ", "cannot be read"))
@@ -164,13 +148,6 @@ def test_any_flipped_byte_of_the_checksums_is_found(saved: Path, gloo: GlooPool)
         )
         message = outcome(gloo, saved)
         assert f"{saved} is damaged: {checksums.NAME} has crc32" in message, (at, message)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"{", b"\xff\xfe", b"crc32 00000000"])
-def test_checksums_that_are_none_are_told(content: bytes, saved: Path, gloo: GlooPool) -> None:
-    (saved / checksums.NAME).write_bytes(content)
-    message = outcome(gloo, saved)
-    assert f"{saved} is damaged: " in message
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -199,39 +176,16 @@ def test_file_that_cannot_be_read_back_is_told_and_leaves_the_checksums_before(
 
 
 def test_remedy_is_the_newest_checkpoint_before_that_is_whole(tmp_path: Path) -> None:
-    for number in (4, 8, 10, 12, 16):
+    """Iterations are compared as numbers."""
+    for number in (4, 8, 10, 12, 16, 9_999_999, 10_000_000, 10_000_005):
         (tmp_path / f"iter_{number:07d}").mkdir()
     (tmp_path / "iter_backup").mkdir()
-    damaged = tmp_path / "iter_0000012"
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    assert newest.remedy(damaged).endswith(f"write 10 into {tracker}"), "none has checksums"
+    cases = {12: 10, 10_000_005: 10_000_000, 10_000_000: 9_999_999}
+    for damaged, before in cases.items():
+        remedy = newest.remedy(tmp_path / f"iter_{damaged:07d}")
+        assert remedy.endswith(f"write {before} into {tracker}")
     for number in (4, 8, 16):
         (tmp_path / f"iter_{number:07d}" / checksums.NAME).touch()
-    assert newest.remedy(damaged).endswith(f"write 8 into {tracker}")
+    assert newest.remedy(tmp_path / "iter_0000012").endswith(f"write 8 into {tracker}")
     assert "there is no checkpoint before it" in newest.remedy(tmp_path / "iter_0000004")
-
-
-def test_remedy_compares_iterations_as_numbers(tmp_path: Path) -> None:
-    for number in (9_999_999, 10_000_000, 10_000_005):
-        (tmp_path / f"iter_{number:07d}").mkdir()
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    for damaged, before in ((10_000_005, 10_000_000), (10_000_000, 9_999_999)):
-        remedy = newest.remedy(tmp_path / f"iter_{damaged}")
-        assert remedy.endswith(f"write {before} into {tracker}")
-    assert "there is no checkpoint before it" in newest.remedy(tmp_path / "iter_9999999")
-
-
-def test_any_changed_character_of_a_planners_state_is_found() -> None:
-    state = {"planner": {"stream": {"document": 17}}, "cost": [1.5]}
-    sealed = checksums.seal_state(state)
-    assert checksums.unseal_state(sealed) == state
-    for at, character in enumerate(sealed):
-        changed = sealed[:at] + chr(ord(character) ^ 1) + sealed[at + 1 :]
-        with pytest.raises(CheckpointError, match=r"state has crc32 .*, expected '"):
-            checksums.unseal_state(changed)
-
-
-def test_planners_state_of_before_there_were_seals_is_read() -> None:
-    assert checksums.unseal_state('{"stream": 3}') == {"stream": 3}
-    with pytest.raises(CheckpointError, match="the planner's state is no JSON"):
-        checksums.unseal_state('{"stream: 3}')

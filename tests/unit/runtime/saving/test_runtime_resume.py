@@ -14,10 +14,8 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving.resume import (
-    differences,
     file_digests,
     missing_load,
-    plan_settings,
     require_same_tokens,
     tell_changes,
 )
@@ -32,32 +30,6 @@ def settings(*flags: str) -> Config:
 def as_saved(config: Config) -> dict[str, object]:
     saved: dict[str, object] = json.loads(json.dumps(config.flat()))
     return saved
-
-
-def test_differences_name_flags_and_both_values() -> None:
-    saved = {"lr": 0.001, "train_iters": 12, "seed": 3}
-    assert differences(saved, {"lr": 0.5, "train_iters": 12}) == "--lr 0.001 there, 0.5 here"
-    assert differences(saved, {"min_lr": 0.0, "train_iters": 14}) == (
-        "--min-lr None there, 0.0 here; --train-iters 12 there, 14 here"
-    )
-    assert differences(saved, saved) == ""
-    assert differences({"processes": 2}, {"processes": 4}) == "processes 2 there, 4 here"
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--wlb-max-age 3", "--wlb-max-age 12 there, 3 here"),
-        ("--wlb-queue-thresholds 64 96", "--wlb-queue-thresholds [] there, [64, 96] here"),
-        ("--clip-grad 0.5", "--clip-grad 1.0 there, 0.5 here"),
-    ],
-)
-def test_changed_settings_are_told(flags: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    saved = as_saved(settings())
-    tell_changes(settings(flags), saved, {}, "clip_grad")
-    assert caplog.messages == [
-        f"other settings than the checkpoint's, so steps differ from here on: {said}"
-    ]
 
 
 def test_settings_that_change_no_step_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,16 +71,6 @@ def test_files_that_were_edited_are_told(tmp_path: Path, caplog: pytest.LogCaptu
     assert all(word in text for word, text in zip(words, caplog.messages, strict=True))
     for simulated in ("--wlb-shape on", "--wlb-micro-batches auto", "--wlb-packing slim"):
         assert file_digests(settings(simulated))["machine"] is not None
-
-
-def test_other_windows_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Also of a checkpoint from before there were any."""
-    now, names = settings("--window-size 7,0"), ("window_size", "window_attn_skip_freq")
-    tell_changes(now, plan_settings(now, *names), {}, *names)
-    tell_changes(settings(""), plan_settings(settings("")), {}, *names)
-    assert not caplog.messages
-    tell_changes(now, plan_settings(settings("")), {}, *names)
-    assert "--window-size [] there, [7, 0] here" in caplog.text
 
 
 def test_a_folder_to_load_must_exist_unless_it_is_to_be_saved(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ class Candidate:
                 if not isinstance(made, str):
                     return made
                 name = next((name for name, known in CANDIDATES.items() if known is self), "it")
-                logger.info("%s tells no log-sum-exps, so gives no head start: %s", name, made)
+                logger.info(
+                    "%s returns no log-sum-exps, so attention gets no head start: %s", name, made
+                )
             kernel = self.build(demand)
             if self.is_reference and not demand.dropout:
                 return kernel
@@ -207,8 +209,8 @@ def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
     )
     if demand.dropout and times_ms[chosen] == math.inf:
         logger.warning(
-            "attention runs %s, which may hold the probabilities of all pairs: no kernel of packed "
-            "attention can run here with --attention-dropout %g; train in bf16, install "
+            "attention runs %s, which may hold the probabilities of all pairs, because no kernel "
+            "of packed attention can run here with --attention-dropout %g; train in bf16, install "
             "flash-attn 2 or TransformerEngine, or give --attention-dropout 0",
             chosen,
             demand.dropout,

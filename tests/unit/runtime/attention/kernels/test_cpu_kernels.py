@@ -30,36 +30,47 @@ def both(
     heads: int,
     groups: int,
     dtype: torch.dtype,
+    reach: int | None = None,
+    value_dim: int = HEAD_DIM,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Output, dQ, dK and dV of the kernel, and by definition."""
     query = draw(sum(lengths_q), heads, 1, dtype)
     # Strided, as context parallelism has them.
     key, value = draw(sum(lengths_k), 2 * groups, 2, dtype).unflatten(1, (2, groups)).unbind(1)
-    grad = draw(sum(lengths_q), heads, 3, dtype)
+    grad = draw(sum(lengths_q), heads, 3, dtype)[..., :value_dim]
     results = []
     for is_definition in (True, False):
-        inputs = [t.detach().requires_grad_() for t in (query, key, value)]
+        inputs = [t.detach().requires_grad_() for t in (query, key, value[..., :value_dim])]
         if is_definition:
-            out = document_attention(*inputs, lengths_q, lengths_k, 0.7)
+            out = document_attention(*inputs, lengths_q, lengths_k, 0.7, reach)
         else:
-            out = kernel(*inputs, Segments.of(lengths_q, lengths_k), 0.7)
+            out = kernel(*inputs, Segments.of(lengths_q, lengths_k, "cpu", reach), 0.7)
         results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
     return results[1], results[0]
 
 
 @on_every_kernel
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=6),
     st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    st.none() | st.integers(1, 50),
+    st.sampled_from([HEAD_DIM, HEAD_DIM - 1]),
 )
 def test_kernel_is_attention_by_definition(
-    kernel: VarlenKernel, segments: list[tuple[int, int]], heads: tuple[int, int]
+    kernel: VarlenKernel,
+    segments: list[tuple[int, int]],
+    heads: tuple[int, int],
+    reach: int | None,
+    value_dim: int,
 ) -> None:
+    """With a sliding window and values narrower than keys too, where the kernel has both."""
     lengths_q = [q for q, _ in segments]
     lengths_k = [q + earlier for q, earlier in segments]
-    found, expected = both(kernel, lengths_q, lengths_k, *heads, torch.float64)
-    for a, b in zip(found, expected, strict=True):
+    if kernel is not sdpa_varlen:
+        reach, value_dim = None, HEAD_DIM
+    given = kernel, lengths_q, lengths_k, *heads, torch.float64, reach, value_dim
+    for a, b in zip(*both(*given), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 

@@ -71,15 +71,6 @@ def test_auto_with_dropout_passes_over_kernels_without_it_and_says_so(
         choose_kernel("torch-cpu", DROPPING)
 
 
-def test_no_dropout_leaves_the_choice_as_it_is() -> None:
-    assert choose_kernel("auto", CPU) == ("torch-cpu", torch_cpu_varlen, None)
-
-
-def test_flash_attn_3_says_that_it_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert CANDIDATES["flash-attn-3"].obstacle(replace(HOPPER, dropout=0.1)) == "it has no dropout"
-
-
 def test_reference_left_alone_on_a_gpu_is_a_warning_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention import by_definition, in_slices
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_choose import HOPPER, install
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.attention.kernels import (
-    CANDIDATES,
     Demand,
     Segments,
     check_kernel,
@@ -25,33 +21,6 @@ from megatron_wlb.runtime.gpt.attention.kernels.selection import check_dropout
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 WINDOW = Demand(torch.device("cpu"), torch.float32, 4, 2, 16, reach_tokens=3)
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=5),
-    st.integers(1, 50),
-    st.sampled_from([(4, 4), (4, 2), (4, 1)]),
-)
-def test_window_is_attention_by_definition(
-    segments: list[tuple[int, int]], reach_tokens: int, heads: tuple[int, int]
-) -> None:
-    lengths_q = [q for q, _ in segments]
-    lengths_k = [q + earlier for q, earlier in segments]
-    generator = torch.Generator().manual_seed(reach_tokens)
-    sizes = (
-        (sum(lengths_q), heads[0]),
-        *[(sum(lengths_k), heads[1])] * 2,
-        (sum(lengths_q), heads[0]),
-    )
-    inputs = [torch.randn(*size, 8, generator=generator, dtype=torch.float64) for size in sizes]
-    expected = by_definition(inputs, lengths_q, lengths_k, 0.7, torch.float64, reach_tokens)
-    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-    out = sdpa_varlen(*leaves, Segments.of(lengths_q, lengths_k, "cpu", reach_tokens), 0.7)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
-    for ours, theirs in zip(found, expected, strict=True):
-        # fp64 sums of up to some ten terms of order 1.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_blocks_of_a_long_document_know_the_window() -> None:
@@ -124,15 +93,3 @@ def test_slices_see_the_keys_in_reach() -> None:
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert seen == [16, 1, 33, 10, 16, 7, 39, 16, 16, 17, 50, 60]
-
-
-def test_flash_attn_without_windows_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
-    def old(q: Any, cu_seqlens_k: Any, max_seqlen_k: int, softmax_scale: float, causal: bool,
-            deterministic: bool) -> None: ...  # fmt: skip
-
-    install(monkeypatch, "flash_attn", old)
-    assert CANDIDATES["flash-attn-2"].obstacle(HOPPER) is None
-    windowed = dataclasses.replace(HOPPER, reach_tokens=9)
-    assert "has no window_size; it is too old" in str(CANDIDATES["flash-attn-2"].obstacle(windowed))

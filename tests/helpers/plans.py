@@ -1,0 +1,182 @@
+"""Plans of a workload's steps for a layout: of whole documents, of slices, and of both changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from helpers.workload import Workload, run_alike, scatter, slice_up
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan.sharding import Sharding, length_multiple
+from megatron_wlb.settings.config import Config
+
+PlanFor: TypeAlias = Callable[[Config, Workload, int, int], StepPlan]
+"""Makes the plan of a step: of settings, a workload, a number of ranks, and the step's number."""
+
+SHARDINGS = {
+    "per-sequence": Sharding("per-sequence"),
+    "per-document": Sharding("per-document"),
+    "adaptive": Sharding("per-document-remainder"),  # no choice here; so that it runs too
+    "hybrid": Sharding("hybrid", 24),
+}
+"""What micro-batches get, by ``--wlb-cp-sharding``."""
+
+
+def scatter_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """:func:`scatter` for a layout."""
+    from megatron_wlb.planning import guards
+
+    p = config.parallel
+    return scatter(
+        step,
+        workload.steps[step],
+        guards.data_parallel_size(config, world_size),
+        guards.check_micro_batches(config, world_size),
+        length_multiple(p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel),
+        SHARDINGS[config.wlb.wlb_cp_sharding],
+    )
+
+
+def sliced_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """:func:`slice_up` for a layout, whose global batch says nothing then; ranks that meet in each
+    pass run it alike.
+    """
+    from megatron_wlb.planning import guards
+
+    p, dp_size = config.parallel, guards.data_parallel_size(config, world_size)
+    multiple = length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
+    sharding = SHARDINGS[config.wlb.wlb_cp_sharding]
+    plan = slice_up(step, workload.steps[step], dp_size, multiple, sharding)
+    return run_alike(plan, num_alike(config, dp_size), multiple)
+
+
+def merged_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """The longest documents on several ranks, and then :func:`slice_up` of the others; ranks that
+    meet in each pass run it alike.
+
+    In step 1 the last rank has all others.
+    """
+    from megatron_wlb.planning import guards
+
+    p = config.parallel
+    dp_size = guards.data_parallel_size(config, world_size)
+    multiple = length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
+    alike, every = num_alike(config, dp_size), tuple(range(dp_size))
+    blocks = BLOCKS if alike < dp_size > 2 else [(every, 3), (every, 1), (every, 2)]
+    longest = sorted(workload.steps[step], key=lambda d: (-d.length, d.key))[: len(blocks)]
+    rest = [d for d in workload.steps[step] if d not in longest]
+    others = slice_up(step, rest, 1 if step == 1 else dp_size, multiple)
+    none = ((),) * (dp_size - len(others.chains))
+    first: list[MicroBatchPlan] = []
+    for document, (block, num_slices) in zip(longest, blocks, strict=True):
+        for span in slices_of(document, num_slices):
+            own = 2 * len(block) * multiple
+            padded = -(-span.length // own) * own + own * (len(first) % 2)
+            first.append(MicroBatchPlan(len(first), (span,), padded, 1.0, replicas=block))
+    ranks, chains = [], []
+    for rank, (micro_batches, numbers) in enumerate(
+        zip(none + others.micro_batches, none + others.chains, strict=True)
+    ):
+        merged = [m for m in first if rank in m.replicas]
+        later = [dataclasses.replace(m, index=m.index + len(first)) for m in micro_batches]
+        ranks.append((*merged, *later))
+        chains.append((len(merged), *numbers))
+    plan = dataclasses.replace(others, micro_batches=tuple(ranks), chains=tuple(chains))
+    return run_alike(plan, alike, multiple)
+
+
+BLOCKS = [((0, 1, 2, 3), 3), ((0, 1), 1), ((2, 3), 2), ((2, 3), 1)]
+"""Which of four data-parallel ranks run the longest documents, in how many slices."""
+
+
+def slices_of(document: Document, num: int) -> list[Span]:
+    """The whole, or slices of which one has a single token."""
+    length = document.length
+    cuts = {1: [], 2: [length - 1], 3: [1, length // 3 * 2]}[num]
+    return [Span(document, *edge) for edge in pairwise([0, *cuts, length])]
+
+
+def varying_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """The step's documents in 2, 1, 3, … times the micro-batches of the batch size."""
+    factor = (2, 1, 3)[step % 3]
+    training = dataclasses.replace(
+        config.training, global_batch_size=factor * config.training.global_batch_size
+    )
+    return scatter_for(dataclasses.replace(config, training=training), workload, world_size, step)
+
+
+def num_alike(config: Config, dp_size: int) -> int:
+    """How many neighbouring data-parallel ranks meet in each pass."""
+    from megatron_wlb.planning.from_config import parallelism
+
+    return dp_size if config.replicas_meet else parallelism(config, dp_size).expert_replicas
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Makes plans, and then changes them."""
+
+    make: PlanFor
+    changes: tuple[Callable[[StepPlan], StepPlan], ...]
+
+    def __call__(self, config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+        plan = self.make(config, workload, world_size, step)
+        for change in self.changes:
+            plan = change(plan)
+        return plan
+
+    @property
+    def __name__(self) -> str:
+        return "-".join(one.__name__ for one in (self.make, *self.changes))
+
+
+def half_recomputed(plan: StepPlan, what: int = LAYERS) -> StepPlan:
+    """The same, ``what`` of every second micro-batch recomputed: by place, or by number of those
+    that several replicas run together.
+    """
+    ranks = [
+        tuple(
+            dataclasses.replace(m, recomputed=(0 if (m.index if m.replicas else at) % 2 else what))
+            for at, m in enumerate(own)
+        )
+        for own in plan.micro_batches
+    ]
+    window_bytes = 1e5 if what == HOST else 0.0
+    return dataclasses.replace(plan, micro_batches=tuple(ranks), window_bytes=window_bytes)
+
+
+def divided(plan: StepPlan) -> StepPlan:
+    """The same, the keys and values of all slices divided over context-parallel ranks."""
+    ranks = [
+        tuple(dataclasses.replace(m, divided=m.slice is not None) for m in own)
+        for own in plan.micro_batches
+    ]
+    return dataclasses.replace(plan, micro_batches=tuple(ranks))
+
+
+def mlps_recomputed(plan: StepPlan) -> StepPlan:
+    return half_recomputed(plan, MLPS)
+
+
+def half_hosted(plan: StepPlan) -> StepPlan:
+    """Every second micro-batch waits in the host's memory, in windows of unlike sizes."""
+    plan = half_recomputed(plan, HOST)
+    return dataclasses.replace(plan, window_bytes=[1e5, 0.0, 1e9][plan.step % 3])
+
+
+def all_hosted(plan: StepPlan) -> StepPlan:
+    plan = half_hosted(plan)
+    ranks = [[dataclasses.replace(m, recomputed=HOST) for m in own] for own in plan.micro_batches]
+    return dataclasses.replace(plan, micro_batches=tuple(map(tuple, ranks)))
+
+
+recomputed_for = Changed(sliced_for, (half_recomputed,))
+divided_for = Changed(sliced_for, (divided,))
