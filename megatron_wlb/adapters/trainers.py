@@ -10,6 +10,7 @@ import numpy.typing as npt
 from megatron_wlb.api import plan_batch
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.greedy import Bins, small_at_ends
 
 Parts = list[list[int]]
 """Numbers of samples, a list for each rank or micro-batch."""
@@ -128,8 +129,7 @@ def as_many_parts(
 
 def small_ends(times: Numbers, parts: Parts) -> Parts:
     """The smallest first and last, so that a pipeline fills and drains soon."""
-    ascending = sorted(parts, key=lambda part: (int(times[part].sum()), part))
-    return [*ascending[::2], *ascending[1::2][::-1]]
+    return small_at_ends(sorted(parts, key=lambda part: (int(times[part].sum()), part)))
 
 
 def fewest_parts(times: Numbers, sizes: Numbers, max_tokens: int, limit: int) -> Parts:
@@ -166,17 +166,12 @@ def _placed(
 ) -> Parts | None:
     """The heaviest first, each where least is of the parts with room; None where none has."""
     parts: Parts = [[] for _ in range(number)]
-    loads, rooms = np.zeros(number, dtype=np.int64), np.full(number, max_tokens)
-    closed = np.iinfo(np.int64).max
+    bins = Bins(((0, at) for at in range(number)), max_tokens, limit)
     for sample in np.argsort(-times, kind="stable").tolist():
-        at = int(np.where(rooms >= sizes[sample], loads, closed).argmin())
-        if rooms[at] < sizes[sample] or loads[at] == closed:
+        at = bins.place(int(times[sample]), int(sizes[sample]))
+        if at is None:
             return None
         parts[at].append(sample)
-        loads[at] += times[sample]
-        rooms[at] -= sizes[sample]
-        if len(parts[at]) == limit:
-            rooms[at] = -1
     return parts
 
 

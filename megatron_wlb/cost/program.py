@@ -10,7 +10,7 @@ import numpy as np
 from megatron_wlb.cost.memory import Integers, MemoryModel, around
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import sliced, sliced_columns
-from megatron_wlb.cost.slices import HOST, KINDS, UnitTable
+from megatron_wlb.cost.slices import HOST, Recomputed, UnitTable
 from megatron_wlb.cost.tape import Tape
 
 
@@ -88,7 +88,7 @@ class Program:
 
     def saved(self, rank: int) -> Floats:
         """Bytes that units do not keep, by what is recomputed, ``[kinds, units, chunks]``."""
-        tapes, given = self._model.tapes[rank], [k if k in self.kinds else 0 for k in KINDS]
+        tapes, given = self._model.tapes[rank], [k if k in self.kinds else 0 for k in Recomputed]
         kept: Floats = np.array([[self._bytes("F", t, k)[:, 2] for t in tapes] for k in given])
         return np.maximum(kept[:1] - kept, 0.0).swapaxes(1, 2)
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.cost.attention_latency import TILE, filled, key_parts
 from megatron_wlb.cost.schedule.graph import Floats
@@ -31,12 +33,23 @@ _TOGETHER = 256
 _NEAR = 64
 """Moments beside each other that are compared: more than a layer has."""
 
-MLPS, LAYERS, HOST = 1, 2, 3
-"""What of a micro-batch is recomputed: the dense MLPs of its layers, behind the norm; or all its
-layers, of which inputs alone are kept. Or nothing is, and all waits in the host's memory
-(:mod:`megatron_wlb.cost.schedule.hosting`)."""
-KINDS = range(HOST + 1)
-"""These, and 0: everything is kept."""
+
+class Recomputed(IntEnum):
+    """What of a micro-batch runs forward once more in its backward pass, and is not kept until
+    then. Plans are compared by these numbers.
+    """
+
+    NOTHING = 0
+    MLPS = 1
+    """The dense MLPs of its layers, behind the norm."""
+    LAYERS = 2
+    """All its layers, of which inputs alone are kept, and keys and values of a slice."""
+    HOST = 3
+    """Nothing: all that it keeps waits in the host's memory
+    (:mod:`megatron_wlb.cost.schedule.hosting`)."""
+
+
+NOTHING, MLPS, LAYERS, HOST = Recomputed
 
 
 class Slice(NamedTuple):
@@ -56,9 +69,7 @@ class Unit(NamedTuple):
     slice: Slice | None = None
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks that run it together; empty if one rank runs it alone."""
-    recomputed: int = 0
-    """What runs forward once more in backward, so that less is kept: nothing, :data:`MLPS` or
-    :data:`LAYERS`. Or :data:`HOST`."""
+    recomputed: Recomputed = NOTHING
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of the slice's document."""
 
@@ -84,6 +95,13 @@ class UnitTable(NamedTuple):
             for n, cut, ranks, again, divided in units
         ]
         return cls(*np.array(rows, dtype=np.float64).reshape(-1, 7).T)
+
+    @classmethod
+    def starting(cls, starts: npt.ArrayLike) -> UnitTable:
+        """Micro-batches whose slices start there, which run alone and once: all that times ask."""
+        start = np.asarray(starts, dtype=np.float64)
+        none = np.zeros(len(start))
+        return cls(none, none + 1, none, none, start, none, none)
 
     @classmethod
     def joined(cls, tables: Iterable[UnitTable]) -> UnitTable:
@@ -120,9 +138,9 @@ class PrefixCosts:
     """What the exchange of a row before the slice takes, where 1, 2, 4, … data-parallel ranks'
     context-parallel ranks divide these: µs in the forward and backward of each virtual stage."""
 
-    def idle(self, num_tokens: int) -> float:
+    def idle(self, num_tokens: float) -> float:
         """By how much longer the forward of so many queries takes than on a device that is full."""
-        blocks = self.num_heads * -(-num_tokens // (self.cp_size * TILE))
+        blocks = self.num_heads * int(-(-num_tokens // (self.cp_size * TILE)))
         parts = key_parts(blocks, self.num_processors)
         return 1 / filled(blocks * parts, self.num_processors)
 

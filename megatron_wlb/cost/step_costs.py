@@ -168,10 +168,7 @@ class StageCosts:
         self,
         micro_batches: Sequence[Sequence[int]],
         attention_scale: npt.ArrayLike | None = None,
-        prefixes: Sequence[Sequence[int]] | None = None,
-        replicas: Sequence[int] | None = None,
-        recomputed: Sequence[int] = (),
-        divided: Sequence[bool] = (),
+        units: UnitTable | None = None,
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
 
@@ -184,32 +181,25 @@ class StageCosts:
             attention_scale: ``[N]``, or ``[2, N]`` for forward and backward: by how much the
                 attention of the slowest context-parallel rank is more than an even share. Keys of
                 slices that ran before are even shares: each rank has as many queries.
-            prefixes: of each segment, the keys that slices of its document have left before it;
-                none if not given.
-            replicas: data-parallel ranks that run each micro-batch together; 1 if not given. Each
-                has an even share of its tokens and pairs, and all of its keys and values.
-            recomputed: what of each micro-batch runs forward once more in its backward, as
-                :attr:`.Unit.recomputed`; nothing if not given.
-            divided: whether ranks divide the keys and values of each micro-batch's slice; none do
-                if not given.
+            units: the slice that is each micro-batch's first segment, what of it runs once more,
+                and the data-parallel ranks that run it together: each has an even share of its
+                tokens and pairs, and all of its keys and values, unless they divide these. Without
+                them micro-batches are of whole documents, and run alone and once.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
         scale = np.ones((2, num))
         if attention_scale is not None:
             scale = np.broadcast_to(np.asarray(attention_scale, dtype=np.float64), (2, num))
-        merged = np.array(replicas or [1] * num)
+        of = UnitTable.starting(np.zeros(num)) if units is None else units
+        merged, rows = of.num_ranks, of.start
         own_tokens, scale = tokens / merged, scale / merged
-        idle, rows = np.ones(num), np.zeros(num)
-        if prefixes is not None and self.prefixes is not None:
-            rows = np.array([sum(before) for before in prefixes], dtype=np.float64)
+        idle = np.ones(num)
+        if self.prefixes is not None:
             for at in np.flatnonzero(rows).tolist():
-                lengths = zip(prefixes[at], micro_batches[at], strict=True)
-                idle[at] = self.prefixes.idle(
-                    sum(length for before, length in lengths if before) / merged[at]
-                )
-        before_scale = np.stack([idle, np.ones(num)]) / merged
-        given = micro_batches, scale, prefixes, before_scale
+                idle[at] = self.prefixes.idle(micro_batches[at][0] / merged[at])
+        keys = rows.astype(np.int64).tolist()
+        given = micro_batches, scale, keys, np.stack([idle, np.ones(num)]) / merged
         squares = _pairs(*given, lambda length: length * length)
         saved: dict[int | None, Floats] = {None: 0 * squares}  # by reach
         result = np.empty((2, len(self.stages), num))
@@ -238,14 +228,15 @@ class StageCosts:
             result[:, stage] = seen[id(cost)]
         if self.prefixes is not None:
             result[1] += np.outer(self.prefixes.gradient_us, rows)
-            if merged.max(initial=1) > 1:
-                rates = [self.prefixes.merged_us[n.bit_length() - 1] for n in merged.tolist()]
+            blocks = [int(ranks).bit_length() - 1 for ranks in merged.tolist()]
+            if any(blocks):
+                rates = [self.prefixes.merged_us[block] for block in blocks]
                 result += np.array(rates).T * tokens
-            if any(divided):
-                shared = [self.prefixes.divided_us[n.bit_length() - 1] for n in merged.tolist()]
-                result += np.array(shared).transpose(1, 2, 0) * (rows * np.array(divided))
-        if any(recomputed):
-            result[1] += self.again_us(result[0], own_tokens, recomputed)
+            if of.divided.any():
+                shared = [self.prefixes.divided_us[block] for block in blocks]
+                result += np.array(shared).transpose(1, 2, 0) * (rows * of.divided)
+        if of.recomputed.any():
+            result[1] += self.again_us(result[0], own_tokens, of.recomputed)
         if self.launches_us:
             taken_us = np.maximum(result.sum(axis=(0, 2)), LEAST_US)
             result *= np.maximum(1, num * np.array(self.launches_us) / taken_us)[:, None]
@@ -254,7 +245,7 @@ class StageCosts:
     def again_us(self, forward_us: Floats, tokens: Floats, recomputed: npt.ArrayLike) -> Floats:
         """What runs forward once more takes, ``[S, N]``, by the forwards and the tokens of a rank.
 
-        ``recomputed`` is as in :meth:`times_us`, or the same of all.
+        ``recomputed`` is that of each unit, or the same of all.
         """
         again = np.asarray(recomputed)
         layers_us = np.maximum(0, forward_us - np.outer(self.ends_us or [0.0], tokens))
@@ -266,54 +257,47 @@ class StageCosts:
 def _pairs(
     micro_batches: Sequence[Sequence[int]],
     scale: Floats,
-    prefixes: Sequence[Sequence[int]] | None,
-    before_scale: Floats,
+    keys: Sequence[int],
+    keys_scale: Floats,
     of: Callable[[int], int],
 ) -> Floats:
     """Sums ``of(length)`` over the documents of each micro-batch, for both passes: ``[2, N]``.
 
-    ``scale`` and ``prefixes`` are as in :meth:`StageCosts.times_us`; ``before_scale`` ``[2, N]`` is
-    the scale of the prefixes' part, and in backward a rank's share of the micro-batch.
+    ``keys`` are those that slices before the first segment have left; ``keys_scale`` ``[2, N]`` is
+    the scale of their part, and in backward a rank's share of the micro-batch.
     """
     pairs = [sum([of(length) for length in lengths]) for lengths in micro_batches]
-    result = np.array(pairs, dtype=np.float64) * scale
-    if prefixes is None:
-        return result
     # What the document has up to here and had before, of which the length's own is counted.
     before = [
-        sum(
-            [
-                of(keys + length) - of(keys) - of(length)
-                for keys, length in zip(own, lengths, strict=True)
-            ]
-        )
-        for own, lengths in zip(prefixes, micro_batches, strict=True)
+        of(num + lengths[0]) - of(num) - of(lengths[0]) if num else 0
+        for num, lengths in zip(keys, micro_batches, strict=True)
     ]
-    return result + np.array(before, dtype=np.float64) * before_scale
+    result: Floats = np.array(pairs, dtype=np.float64) * scale
+    return result + np.array(before, dtype=np.float64) * keys_scale
 
 
 def _times(
     cost: StageCost,
     micro_batches: Sequence[Sequence[int]],
     scale: Floats,
-    prefixes: Sequence[Sequence[int]] | None,
-    before_scale: Floats,
+    keys: Sequence[int],
+    keys_scale: Floats,
 ) -> Floats:
+    """As :meth:`StageCosts.times_us` of one stage: ``[2, N]``."""
     rows = []
     for at, lengths in enumerate(micro_batches):
         work = cost.work(lengths)
         forward_us = work.forward_attention_us * float(scale[0, at])
         backward_us = work.backward_attention_us * float(scale[1, at])
-        forward_scale, share = before_scale[:, at].tolist()
-        for keys, length in zip(prefixes[at], lengths, strict=True) if prefixes else ():
-            if keys:  # what it takes more than as a document of its own
-                whole, *parts = (cost.work([n]) for n in (keys + length, keys, length))
-                forward_us += forward_scale * (
-                    whole.forward_attention_us - sum(part.forward_attention_us for part in parts)
-                )
-                backward_us += share * (
-                    whole.backward_attention_us - sum(part.backward_attention_us for part in parts)
-                )
+        forward_scale, share = keys_scale[:, at].tolist()
+        if keys[at]:  # what it takes more than as a document of its own
+            whole, *parts = (cost.work([n]) for n in (keys[at] + lengths[0], keys[at], lengths[0]))
+            forward_us += forward_scale * (
+                whole.forward_attention_us - sum(part.forward_attention_us for part in parts)
+            )
+            backward_us += share * (
+                whole.backward_attention_us - sum(part.backward_attention_us for part in parts)
+            )
         rows.append(
             (
                 share * work.forward_linear_us

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+from megatron_wlb.cost.slices import NOTHING, Recomputed
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan.sharding.shard import Sharding
 from megatron_wlb.plan.target_runs import Runs, checked, weight_of
@@ -159,11 +160,7 @@ class MicroBatchPlan:
     replicas: tuple[int, ...] = ()
     """Data-parallel ranks that run it together: their context-parallel ranks are one group for it
     (DP-Merge, SlimPack §4). Empty: the rank that has it, alone."""
-    recomputed: int = 0
-    """What runs forward once more in its backward pass, and keeps nothing until then but its
-    inputs, and the keys and values of a slice: 0 is nothing, 1 the dense MLPs of its layers, 2 the
-    layers (:data:`megatron_wlb.cost.slices.LAYERS`). With 3 nothing does, and what it keeps waits
-    in the host's memory."""
+    recomputed: Recomputed = NOTHING
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of its slice's document, and
     gather them for each slice; else each has all of them."""
@@ -212,8 +209,8 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`MicroBatchPlan.replicas`; of slices."""
     chains: Sequence[int] = ()
     """See :attr:`StepPlan.chains`."""
-    recomputed: Sequence[int] = ()
-    """``[micro-batches]``: see :attr:`MicroBatchPlan.recomputed`; none are if not given."""
+    recomputed: Sequence[Recomputed] = ()
+    """``[micro-batches]``: see :attr:`MicroBatchPlan.recomputed`; nothing is if not given."""
     divided: bool = False
     """:attr:`MicroBatchPlan.divided` of all slices."""
     window_bytes: float = 0.0

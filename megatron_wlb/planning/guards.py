@@ -14,7 +14,7 @@ from megatron_wlb.planning.from_config import without_growth
 from megatron_wlb.planning.packing import kind_of, reads, unread
 from megatron_wlb.planning.refusal import lines
 from megatron_wlb.planning.rules import ALONE, BATCHES, GENERAL, LAYOUT, RULES, Facts
-from megatron_wlb.planning.slicing.cut import check_units, slice_multiple
+from megatron_wlb.planning.slicing.units import check_units, slice_multiple
 from megatron_wlb.settings.config import Config, WlbConfig, flag_of, table
 
 logger = logging.getLogger(__name__)

@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.cost.slices import HOST
+from megatron_wlb.cost.slices import HOST, NOTHING, Recomputed
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan, Units
 from megatron_wlb.plan.sharding.select import Prediction, Selector
+from megatron_wlb.planning.greedy import Bins, small_at_ends
 from megatron_wlb.planning.packing import Packer
 from megatron_wlb.reading import MAX_COUNT, MOST_STEPS_AHEAD, reading_state, whole_number
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 BACKLOG_STEPS = 4
 """Waiting tokens, in mean steps, from which on the planner warns. On heavy-tailed lengths `wlb` and
@@ -318,7 +316,7 @@ class Planner:
         ranks = []
         for own in units:
             indices = []
-            again = own.recomputed or [0] * len(own.spans)
+            again = own.recomputed or [NOTHING] * len(own.spans)
             for spans, replicas, recomputed in zip(own.spans, own.replicas, again, strict=True):
                 index = shared.setdefault(spans[0], len(every)) if replicas else len(every)
                 if index == len(every):
@@ -334,7 +332,7 @@ class Planner:
         index: int,
         spans: Sequence[Span],
         replicas: tuple[int, ...] = (),
-        again: int = 0,
+        again: Recomputed = NOTHING,
         divided: bool = False,
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])
@@ -408,28 +406,12 @@ def _whole(documents: Iterable[Document]) -> list[Span]:
     return [Span(document, 0, document.length) for document in documents]
 
 
-class Predicted(Protocol):
-    """A micro-batch whose time is predicted."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def predicted_us(self) -> float: ...
-
-    @property
-    def padded_length(self) -> int: ...
-
-
-_Predicted = TypeVar("_Predicted", bound=Predicted)
-
-
 def assign(
-    micro_batches: Sequence[_Predicted],
+    micro_batches: Sequence[MicroBatchPlan],
     dp_size: int,
     together: int = 1,
-    time_us: Callable[[_Predicted], float] = attrgetter("predicted_us"),
-) -> list[list[_Predicted]]:
+    time_us: Callable[[MicroBatchPlan], float] = attrgetter("predicted_us"),
+) -> list[list[MicroBatchPlan]]:
     """Gives each rank equally many micro-batches, with nearly equal sums of predicted time.
 
     In descending order of time each goes to the rank with the least so far that still has a place;
@@ -437,25 +419,25 @@ def assign(
     they run at once takes the time of the slowest. So as many next to each other in that order go
     to one group at once, the first of them to its rank with the least.
     """
-    num_places = len(micro_batches) // dp_size
-    ranks: list[list[_Predicted]] = [[] for _ in range(dp_size)]
+    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp_size)]
     loads_us = [0.0] * dp_size
-    open_groups = [(0.0, first) for first in range(0, dp_size, together)]  # least load first
+    firsts = range(0, dp_size, together)
+    groups = Bins(((0.0, first) for first in firsts), places=len(micro_batches) // dp_size)
     ordered = sorted(micro_batches, key=lambda m: (-time_us(m), m.index))
     for at in range(0, len(ordered), together):
-        load_us, first = heappop(open_groups)
-        row, own = ordered[at : at + together], range(first, first + together)
-        for micro_batch, rank in zip(row, sorted(own, key=loads_us.__getitem__), strict=True):
+        row = ordered[at : at + together]
+        first = groups.place(time_us(row[0]))
+        assert first is not None  # There are as many places.
+        own = sorted(range(first, first + together), key=loads_us.__getitem__)
+        for micro_batch, rank in zip(row, own, strict=True):
             ranks[rank].append(micro_batch)
             loads_us[rank] += time_us(micro_batch)
-        if len(ranks[first]) < num_places:
-            heappush(open_groups, (load_us + time_us(row[0]), first))
     return ranks
 
 
 def deal(
-    micro_batches: Sequence[_Predicted], dp_size: int, experts: ExpertGroups | None = None
-) -> list[list[_Predicted]]:
+    micro_batches: Sequence[MicroBatchPlan], dp_size: int, experts: ExpertGroups | None = None
+) -> list[list[MicroBatchPlan]]:
     """Assigns micro-batches to replicas, and orders those of each.
 
     Where replicas exchange tokens with experts, those of the same place are of like work, but for
@@ -466,27 +448,19 @@ def deal(
         return [run_order(rank) for rank in assign(micro_batches, dp_size)]
     size = experts.num_replicas
 
-    def own_us(m: _Predicted) -> float:
+    def own_us(m: MicroBatchPlan) -> float:
         return experts.own_us(m.predicted_us, m.padded_length)
 
     ranks = assign(micro_batches, dp_size, size, own_us)
-    ordered: list[list[_Predicted]] = []
+    ordered: list[list[MicroBatchPlan]] = []
     for first in range(0, dp_size, size):
         group = ranks[first : first + size]
         sums_us = [sum(m.predicted_us for m in row) for row in zip(*group, strict=True)]
-        places = _small_at_ends(sorted(range(len(sums_us)), key=lambda at: (sums_us[at], -at)))
+        places = small_at_ends(sorted(range(len(sums_us)), key=lambda at: (sums_us[at], -at)))
         ordered += [[rank[at] for at in places] for rank in group]
     return ordered
 
 
-def run_order(micro_batches: Sequence[_Predicted]) -> list[_Predicted]:
-    """Orders micro-batches: the smallest first and last, the largest in the middle; ties by index.
-
-    The first and last micro-batches fill and drain the pipeline while other stages wait: small
-    ones keep that short.
-    """
-    return _small_at_ends(sorted(micro_batches, key=lambda m: (m.predicted_us, m.index)))
-
-
-def _small_at_ends(ascending: Sequence[T]) -> list[T]:
-    return [*ascending[::2], *ascending[1::2][::-1]]
+def run_order(micro_batches: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
+    """Orders micro-batches by :func:`.small_at_ends`, ties by index."""
+    return small_at_ends(sorted(micro_batches, key=lambda m: (m.predicted_us, m.index)))

@@ -47,8 +47,10 @@ from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector,
 from megatron_wlb.plan.sharding.shard import Kind, Sharding
 from megatron_wlb.planning.packing import Packer, PackingSettings
 from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank
-from megatron_wlb.planning.slicing.cut import Slicer, check_units, slice_multiple
+from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
+from megatron_wlb.planning.slicing.pipeline import Pipeline
 from megatron_wlb.planning.slicing.room import MemoryLimit, worst_steps
+from megatron_wlb.planning.slicing.units import Cuts, check_units, slice_multiple
 from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, real_number, whole_number
 from megatron_wlb.settings import split
 
@@ -290,18 +292,14 @@ class Workload(_Batch):
                 "figure host_link_gb_s, by which copies to the host are simulated; add it to the "
                 "file, or leave the flag out"
             )
+        multiple = slice_multiple(self.window, packing.slice_multiple)
+        most, padded, alike = made.limits.max_tokens, self.length_multiple, self.alike
+        costs = costs or StepCosts(StageCosts.by_layers(self.cost, p), experts=self.experts)
         return Slicer(
-            self.cost,
-            costs or StepCosts(StageCosts.by_layers(self.cost, p), experts=self.experts),
-            p,
-            num_micro_batches=each,
-            max_tokens=made.limits.max_tokens,
-            length_multiple=self.length_multiple,
-            num_units=packing.units,
-            multiple=slice_multiple(self.window, packing.slice_multiple),
-            alike=self.alike,
+            Cuts(self.cost, most, padded, multiple, p.dp_size, alike),
+            Pipeline(costs, p, padded, alike, memory),
+            [packing.units] if packing.units else numbers_of_units(each, p.pp_size),
             merges=packing.dp_merge == "auto" and self.merges,
-            memory=memory,
             cache=packing.slice_cache,
             worst=worst_steps(longest, each * self.micro_batch_tokens),
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -121,9 +120,7 @@ class Simulator:
             padded = [[sum(segments) for segments in rank] for rank in lengths]
         else:
             graphs, units = self._sliced(sliced)
-            before = [[m.prefixes for m in rank] for rank in sliced.micro_batches]
-            more = zip(*map(_traits, sliced.micro_batches), strict=True)
-            times = list(map(stages.times_us, lengths, scale, before, *more))
+            times = list(map(stages.times_us, lengths, scale, map(UnitTable.of, units)))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
             if (link := stages.host) is not None:
                 pairs = zip(graphs, units, strict=True)
@@ -231,35 +228,23 @@ def slowest_us(
     graphs = [slice_graph(sizes[0], own, sizes[1]) for own in plan.chains]
     times, gaps = [], []
     copies: list[Copies | None] = [None] * len(plan.micro_batches)
-    for rank in plan.micro_batches:
-        lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
-        before = prefixes if plan.chains else None
-        times.append(stages.times_us(lengths, None, before, *_traits(rank)))
+    units = [list(map(unit, rank)) for rank in plan.micro_batches]
+    for rank, own in zip(plan.micro_batches, units, strict=True):
+        lengths = [[span.length for span in m.spans] for m in rank]
+        times.append(stages.times_us(lengths, None, UnitTable.of(own)))
         gaps.append(np.zeros(len(rank)))
     if (link := stages.host) is not None and plan.chains:
-        units = [list(map(unit, rank)) for rank in plan.micro_batches]
         pairs = zip(graphs, units, strict=True)
-        copies = [link.copies(*own, plan.window_bytes) for own in pairs]
+        copies = [link.copies(*each, plan.window_bytes) for each in pairs]
     if not graphs:
         number = len(plan.micro_batches[0]) or 1
         graphs = [graph_of(*sizes, number, layout.group_size)] * len(times)
     if experts is None:
         given = zip(graphs, times, gaps, copies, strict=True)
         return max(float(graph.step_us(us, gap, [own])) for graph, us, gap, own in given)
-    padded = [[unit(m).num_tokens for m in rank] for rank in plan.micro_batches]
+    padded = [[unit.num_tokens for unit in own] for own in units]
     *_, replays = _coupled(graphs, experts, times, padded, gaps, copies)
     return max(float(replayed.stop_us.max()) for replayed in replays)
-
-
-_length, _start = attrgetter("length"), attrgetter("start")
-
-
-def _traits(rank: Sequence[MicroBatchPlan]) -> tuple[list[int], list[int], list[bool]]:
-    """How many data-parallel ranks run each micro-batch, what of it is recomputed, and whether its
-    keys are divided.
-    """
-    together = [len(m.replicas) or 1 for m in rank]
-    return together, [m.recomputed for m in rank], [m.divided for m in rank]
 
 
 def unit(m: MicroBatchPlan) -> Unit:

@@ -236,7 +236,7 @@ def _planner(packing: str, is_blend: bool = False) -> Planner:
     lengths = tuple(tuple(LENGTHS[n : n + 30]) for n in (0, 30))
     return Soak(
         packing, lengths, WEIGHTS if is_blend else None, None, "split", 1024, 2, 2048, None, 12,
-        COST, 0, 3, RUNS.get(packing),
+        COST, 0, 3, RUNS.get(packing, ""),
     ).planner()  # fmt: skip
 
 

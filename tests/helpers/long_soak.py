@@ -14,25 +14,25 @@ import numpy as np
 import psutil
 
 from helpers.soak import Soak
-from megatron_wlb.cost import DocumentCost, Parallelism
+from megatron_wlb.cost import DocumentCost
 from megatron_wlb.planning.ledger.history import History, Report, audit
 from megatron_wlb.planning.ledger.lines import NAME
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.planner import Planner
 
-PIPELINE = Parallelism(pp_size=2)
+PIPELINE = "--pipeline-model-parallel-size 2"
 COST = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)
-RUNS: dict[str, Parallelism | None] = {
-    "original": None,
-    "fixed-greedy": None,
-    "wlb": None,
-    "hold": None,
-    "hold, ahead": None,
+RUNS: dict[str, str] = {
+    "original": "",
+    "fixed-greedy": "",
+    "wlb": "",
+    "hold": "",
+    "hold, ahead": "",
     "slim": PIPELINE,
     "hold, auto": PIPELINE,
     "original, auto": PIPELINE,
 }
-"""Names of :mod:`helpers.soak`, and the pipeline that some need."""
+"""Names of :mod:`helpers.soak`, and flags of the pipeline that some need."""
 WEIGHTS = (0.3, 0.7)
 STEPS_A_SAVE, STEPS_A_CRASH = 40, 150
 """In the mean."""
@@ -77,7 +77,7 @@ def soak_of(packing: str, is_blend: bool, seed: int) -> Soak:
     return Soak(
         packing, tuple(tuple(corpus.tolist()) for corpus in lengths),
         WEIGHTS if is_blend else None, None, "split", 1024, 8, 2048, None, 12, COST, 0, seed,
-        RUNS.get(packing),
+        RUNS.get(packing, ""),
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -62,48 +61,8 @@ class ListStream:
         self.step = state["step"]
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a packer is given: its settings, and lengths of arriving documents by step."""
-
-    settings: dict[str, Any]
-    steps: list[list[int]]
-
-
 def costs() -> st.SearchStrategy[DocumentCost]:
     """Unequal coefficients; documents cost more the longer they are."""
     linear = st.floats(0.01, 10)
     quadratic = st.floats(0, 1)
     return st.builds(DocumentCost, linear, quadratic, linear, quadratic, st.floats(0, 1000))
-
-
-@st.composite
-def runs(draw: st.DrawFn, longest_in_windows: int | None = None) -> Run:
-    """Any lengths up to S_max, or to so many windows: uneven, all equal, one giant, all giants.
-
-    There may be fewer documents than micro-batches, steps without any, more than can run in a
-    step, and an S_max of just the window.
-    """
-    window = draw(st.integers(1, 50))
-    max_tokens = draw(st.one_of(st.just(window), st.integers(window, 3 * window)))
-    longest = longest_in_windows * window if longest_in_windows else max_tokens
-    any_length = st.integers(1, longest)
-    length = draw(
-        st.sampled_from(
-            [any_length, st.integers(1, max(1, longest // 8)), st.just(draw(any_length))]
-        )
-    )
-    steps = draw(st.lists(st.lists(length, max_size=12), min_size=1, max_size=10))
-    if draw(st.booleans()):
-        steps[draw(st.integers(0, len(steps) - 1))].append(longest)
-    num_micro_batches = draw(st.integers(1, 5))
-    step_tokens = num_micro_batches * window
-    settings = {
-        "num_micro_batches": num_micro_batches,
-        "window": window,
-        "max_tokens": max_tokens,
-        "max_step_tokens": draw(st.none() | st.integers(step_tokens, 2 * step_tokens)),
-        "max_age": draw(st.integers(0, 4)),
-        "cost": draw(costs()),
-    }
-    return Run(settings, steps)

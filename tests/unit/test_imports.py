@@ -41,7 +41,7 @@ LAYERS = (*(layer for floor in FLOORS for layer in floor), *FORMER_PATHS)
 INSIDE = {
     "cost": ("schedule", ...),
     "plan": ("sharding", "target_runs"),
-    "planning": ("packing", "planner", ..., "ledger"),
+    "planning": ("greedy", "packing", "planner", ..., "ledger"),
     "runtime": (
         "compat", "emulation", "device_clock", "ranks", "gpt", "findings", "stepping", "saving",
         "rank_main", "measuring", "trainer", "megatron_lm",

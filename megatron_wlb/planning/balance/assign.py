@@ -22,9 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.graph import Floats, graph_of
+from megatron_wlb.cost.slices import NOTHING, UnitTable
 from megatron_wlb.plan import MicroBatchPlan, Units
 from megatron_wlb.planning.balance.dispatch import WORTH, Numbers, StepDocuments
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
+from megatron_wlb.planning.greedy import small_at_ends
 from megatron_wlb.planning.packing.placement import place
 
 MOST_TRIES = 3
@@ -133,8 +135,7 @@ def bins_of(step: StepDocuments, costs: ReplicaCosts, documents: list[int], numb
     if costs.scheme.pp_size == 1:  # no bubbles; the largest two hide most of the exchange
         order = [order[-1], *order[:-1]]
         return [bins[at] for at in order]
-    # As planner.run_order: the smallest first and last.
-    return [bins[at] for at in (*order[::2], *order[1::2][::-1])]
+    return [bins[at] for at in small_at_ends(order)]
 
 
 def replica_us(
@@ -184,9 +185,9 @@ def laid_out(
     chains, numbers = [], count()
     for units, costs in replicas:
         lengths = [[span.length for span in spans] for spans in units.spans]
-        prefixes = [[span.start for span in spans] for spans in units.spans]
-        times_us = costs.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
-        multiple, again = costs.scheme.length_multiple, units.recomputed or [0] * len(lengths)
+        starts = UnitTable.starting([spans[0].start if spans else 0 for spans in units.spans])
+        times_us = costs.costs.stages.times_us(lengths, None, starts).sum(axis=(0, 1))
+        multiple, again = costs.scheme.length_multiple, units.recomputed or [NOTHING] * len(lengths)
         rows = zip(units.spans, lengths, times_us.tolist(), again, strict=True)
         own = (
             MicroBatchPlan(

@@ -14,7 +14,6 @@ Unlike the paper, the number of the batch size stays unless another one saves
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import Document
+from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.planning.balance.assign import numbers_to_try, replica_us
 from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments
 from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
@@ -36,16 +35,6 @@ from megatron_wlb.planning.slicing.room import MemoryLimit
 
 WORTH_ANOTHER = 0.01
 """Share of the step that another number must save: simulation is not exact."""
-
-
-@dataclass(frozen=True)
-class _Bin:
-    """Documents of a micro-batch, by number."""
-
-    index: int
-    predicted_us: float
-    padded_length: int
-    numbers: list[int]
 
 
 class NumberChooser:
@@ -160,10 +149,10 @@ class NumberChooser:
         if self._experts is not None:  # whose share is known of the whole model alone
             times_us = step.rank_us(self._costs).sum(axis=0)
         timed = [
-            _Bin(at, float(times_us[own].sum()), int(step.lengths[own].sum()), own)
+            MicroBatchPlan(at, (), int(step.lengths[own].sum()), float(times_us[own].sum()))
             for at, own in enumerate(bins)
         ]
-        return [[own.numbers for own in rank] for rank in deal(timed, dp_size, self._experts)]
+        return [[bins[m.index] for m in rank] for rank in deal(timed, dp_size, self._experts)]
 
 
 def max_tokens_by_number(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heapreplace
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -30,10 +29,13 @@ from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replic
 from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.balance.numbers import NumberChooser
 from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
+from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.slim import SlimPacker
 from megatron_wlb.planning.planner import hosting_bytes
-from megatron_wlb.planning.slicing.cut import SLICE_MULTIPLE, Slicer
+from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
+from megatron_wlb.planning.slicing.pipeline import Pipeline
 from megatron_wlb.planning.slicing.room import MemoryLimit
+from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, Cuts
 
 IN_FLIGHT = 4
 """Micro-batches for each stage with which a pipeline holds as much as with any more."""
@@ -166,18 +168,13 @@ def slice_samples(
     replica = replica_of(costs, layout, max_tokens)
     # What one rank may have: every dp_size-th, the longest first.
     worst = [sorted(lengths, reverse=True)[:: layout.dp_size]]
+    most, multiple = replica.max_tokens, replica.scheme.length_multiple
+    num = -(-sum(lengths) // (layout.dp_size * most))
     slicer = Slicer(
-        cost,
-        costs,
-        layout,
-        num_micro_batches=-(-sum(lengths) // (layout.dp_size * replica.max_tokens)),
-        max_tokens=replica.max_tokens,
-        length_multiple=replica.scheme.length_multiple,
-        num_units=number,
-        multiple=min(SLICE_MULTIPLE, replica.max_tokens),
-        alike=alike,
+        Cuts(cost, most, multiple, min(SLICE_MULTIPLE, most), layout.dp_size, alike),
+        Pipeline(costs, layout, multiple, alike, memory),
+        [number] if number else numbers_of_units(num, layout.pp_size),
         merges=False,
-        memory=memory,
         worst=worst,
     )
     units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)
@@ -289,12 +286,12 @@ def _together(
         group: float(times_us[own].sum()) if len(own) > 1 else each_us[own[0]]
         for group, own in members.items()
     }
-    loads = [(0.0, rank) for rank in range(dp_size)]
-    ranks: Numbers = [[] for _ in loads]
+    bins = Bins((0.0, rank) for rank in range(dp_size))
+    ranks: Numbers = [[] for _ in range(dp_size)]
     for group in sorted(members, key=lambda group: (-sums_us[group], group)):
-        load_us, rank = loads[0]
+        rank = bins.place(sums_us[group])
+        assert rank is not None  # Each has room for all.
         ranks[rank] += members[group]
-        heapreplace(loads, (load_us + sums_us[group], rank))
     return list(map(sorted, ranks))
 
 

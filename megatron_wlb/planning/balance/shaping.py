@@ -20,7 +20,6 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import TypeAlias
 
 import numpy as np
@@ -31,6 +30,7 @@ from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.step_costs import BACKWARD_OVERHEAD, StageCost, StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document
+from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing import check_shaping
 
 Ranks: TypeAlias = Sequence[Sequence[Sequence[Document]]]
@@ -349,31 +349,22 @@ def _place(step: _Sorted, dp_size: int, sizes: Floats) -> list[list[list[int]]] 
     None if a document finds no room at all.
     """
     rank_us = sum(step.alone_us) / dp_size
-    num = len(sizes)
-    missing = [
-        (-size * rank_us, rank, at)
-        for rank in range(dp_size)
-        for at, size in enumerate(sizes.tolist())
-    ]
-    heapify(missing)
-    room = [[step.max_tokens] * num for _ in range(dp_size)]
-    members: list[list[list[int]]] = [[[] for _ in range(num)] for _ in range(dp_size)]
+    bins = Bins(
+        (
+            (-size * rank_us, (rank, at))
+            for rank in range(dp_size)
+            for at, size in enumerate(sizes.tolist())
+        ),
+        step.max_tokens,
+    )
+    members: list[list[list[int]]] = [[[] for _ in sizes] for _ in range(dp_size)]
     lengths = step.lengths.astype(np.int64).tolist()
-    full: list[tuple[int, tuple[float, int, int]]] = []  # those without room, most room first
     for number, (length, us) in enumerate(zip(lengths, step.alone_us, strict=True)):
-        while full and -full[0][0] >= length:
-            heappush(missing, heappop(full)[1])
-        while missing:
-            minus_us, rank, at = missing[0]
-            left = room[rank][at]
-            if left >= length:
-                break
-            heappush(full, (-left, heappop(missing)))
-        else:
+        found = bins.place(us, length)
+        if found is None:
             return None
+        rank, at = found
         members[rank][at].append(number)
-        room[rank][at] = left - length
-        heapreplace(missing, (minus_us + us, rank, at))
     return members
 
 

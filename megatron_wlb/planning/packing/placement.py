@@ -6,8 +6,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +13,7 @@ import numpy.typing as npt
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document
+from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.base import Limits
 
 
@@ -172,9 +171,8 @@ def place(
 ) -> Placement:
     """Each document in turn goes to the least loaded micro-batch that has room for it.
 
-    Ties go to the lowest index. In descending order of cost this is the LPT rule. ``O(log N)`` a
-    document: micro-batches are in a heap by load; those without room are parked in another by their
-    room. Many micro-batches are served in rounds before, for as long as all have room.
+    Ties go to the lowest index. Many micro-batches are served in rounds before, for as long as all
+    have room.
 
     Documents with which those that have room would be above ``step_cap`` tokens are left out, but
     the first ``num_due`` are not, and one document runs at least.
@@ -190,37 +188,22 @@ def place(
             costs_us[:served], lengths[:served], num_micro_batches, max_tokens
         )
     num_tokens, exempt = int(lengths[: len(placed)].sum()), num_due - len(placed)
-    # The last one stands for none: it is served after all others, and always has room.
-    columns = [*loads_us, math.inf], range(num_micro_batches + 1), [*room, sys.maxsize]
-    open_ = sorted(zip(*columns, strict=True))
-    parked: list[tuple[int, float, int]] = []
-    most_parked = -1  # tokens of room
+    bins = Bins[int]()
+    for index, (load_us, tokens) in enumerate(zip(loads_us, room, strict=True)):
+        bins.add(load_us, index, tokens)
     indices: list[int] = []
     costs, sizes = costs_us[len(placed) :].tolist(), lengths[len(placed) :].tolist()
     for at, (cost_us, length) in enumerate(zip(costs, sizes, strict=True)):
-        if num_tokens + length > cap and num_tokens and at >= exempt:
-            indices.append(num_micro_batches)
-            continue
-        while most_parked >= length:
-            _, load_us, index = heappop(parked)
-            heappush(open_, (load_us, index, most_parked))
-            most_parked = -parked[0][0] if parked else -1
-        load_us, index, tokens = open_[0]
-        while tokens < length:
-            heappop(open_)
-            heappush(parked, (-tokens, load_us, index))
-            most_parked = -parked[0][0]
-            load_us, index, tokens = open_[0]
-        heapreplace(open_, (load_us + cost_us, index, tokens - length))
-        indices.append(index)
-        if index < num_micro_batches:
-            num_tokens += length
-    open_ += [(load_us, index, -tokens) for tokens, load_us, index in parked]
-    by_index = sorted(open_, key=itemgetter(1))[:-1]
+        found = None
+        if num_tokens + length <= cap or not num_tokens or at < exempt:
+            found = bins.place(cost_us, length)
+        num_tokens += 0 if found is None else length
+        indices.append(num_micro_batches if found is None else found)
+    every = [*bins]
     return Placement(
         np.concatenate([placed, np.array(indices, dtype=np.int64)]),
-        [load_us for load_us, _, _ in by_index],
-        [tokens for _, _, tokens in by_index],
+        [load_us for _, load_us, _ in every],
+        [tokens for _, _, tokens in every],
     )
 
 

@@ -27,7 +27,16 @@ from megatron_wlb.cost.memory import GIB, Integers
 from megatron_wlb.cost.program import Program, UnitBytes
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.hosting import SLAB_BYTES
-from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Slice, Unit, UnitTable
+from megatron_wlb.cost.slices import (
+    HOST,
+    LAYERS,
+    MLPS,
+    NOTHING,
+    Recomputed,
+    Slice,
+    Unit,
+    UnitTable,
+)
 from megatron_wlb.plan import Span, Units
 from megatron_wlb.planning.planner import merged_multiple
 
@@ -45,6 +54,19 @@ def unit_of(spans: Sequence[Span], num_tokens: int) -> Unit:
         return Unit(num_tokens)
     document, start, stop = spans[0]
     return Unit(num_tokens, Slice(document.arrival, start, stop, document.length))
+
+
+def units_of(units: Units, length_multiple: int) -> list[Unit]:
+    """What time and memory are counted of, padded to such a multiple."""
+    found = []
+    again = units.recomputed or [NOTHING] * len(units.spans)
+    for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
+        multiple = merged_multiple(length_multiple, len(ranks))
+        multiples = max(1, -(-sum(span.length for span in spans) // multiple))
+        num_tokens, cut = unit_of(spans, multiples * multiple // (len(ranks) or 1))[:2]
+        divided = units.divided and cut is not None
+        found.append(Unit(num_tokens, cut, ranks, recomputed, divided))
+    return found
 
 
 def worst_steps(longest: int, num_tokens: int) -> list[list[int]]:
@@ -80,7 +102,7 @@ class MemoryLimit(NamedTuple):
 
     def peak_bytes(self, units: Units) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""
-        table = UnitTable.of(self.held(units, units.recomputed or [0] * len(units.spans)))
+        table = UnitTable.of(units_of(units, self.multiple))
         program = Program(self.model, units.chains, table, window_bytes=units.window_bytes)
         again = table.recomputed.astype(np.int64)
         return max(
@@ -90,7 +112,8 @@ class MemoryLimit(NamedTuple):
 
     def programs(self, replicas: Sequence[Units]) -> list[Program]:
         """What replicas hold, whatever of their units is recomputed."""
-        tables = [UnitTable.of(self.held(u, [0] * len(u.spans))) for u in replicas]
+        plain = [units._replace(recomputed=()) for units in replicas]
+        tables = [UnitTable.of(units_of(units, self.multiple)) for units in plain]
         bytes_of = UnitBytes(self.model, tables)
         # Megatron cannot recompute MLPs with biases.
         kinds = [LAYERS] if self.model.shape.linear_bias else [MLPS, LAYERS]
@@ -103,8 +126,8 @@ class MemoryLimit(NamedTuple):
         ]  # fmt: skip
 
     def recomputed(
-        self, program: Program, units: Units, given: Sequence[int], prices_us: Floats
-    ) -> list[int]:
+        self, program: Program, units: Units, given: Sequence[Recomputed], prices_us: Floats
+    ) -> list[Recomputed]:
         """What of units is to be recomputed, besides what is ``given``, for a step to fit.
 
         ``program`` is theirs, of :meth:`programs`. ``prices_us`` ``[kinds, units]`` are what that
@@ -120,7 +143,7 @@ class MemoryLimit(NamedTuple):
             if HOST not in again and all(
                 peak <= most for peak, most in zip(peaks, left, strict=True)
             ):
-                return [*again.tolist()]
+                return [*given]
             left = [num_bytes - 2 * units.window_bytes for num_bytes in left]
             kept = [-(-program.saved(rank)[HOST] // SLAB_BYTES).sum(axis=1) for rank in ranks]
             hosted = SLAB_BYTES * np.max(kept, axis=0)
@@ -142,18 +165,7 @@ class MemoryLimit(NamedTuple):
             without = [LAYERS if kind == HOST else kind for kind in given]
             units = units._replace(window_bytes=0.0)
             return self.recomputed(self.programs([units])[0], units, without, prices_us)
-        return [*again.tolist()]
-
-    def held(self, units: Units, again: Sequence[int]) -> list[Unit]:
-        """What memory is counted of, with what is recomputed ``again`` of each."""
-        held = []
-        for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
-            multiple = merged_multiple(self.multiple, len(ranks))
-            multiples = max(1, -(-sum(span.length for span in spans) // multiple))
-            num_tokens, cut = unit_of(spans, multiples * multiple // (len(ranks) or 1))[:2]
-            divided = units.divided and cut is not None
-            held.append(Unit(num_tokens, cut, ranks, recomputed, divided))
-        return held
+        return [*map(Recomputed, again.tolist())]
 
 
 def _choose(

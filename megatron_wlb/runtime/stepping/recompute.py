@@ -16,13 +16,13 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_wlb.cost.slices import HOST, LAYERS
+from megatron_wlb.cost.slices import HOST, LAYERS, Recomputed
 from megatron_wlb.errors import PlanError
 
 SAID = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _said(chunk: torch.nn.Module, what: int) -> list[tuple[Any, dict[str, Any]]]:
+def _said(chunk: torch.nn.Module, what: Recomputed) -> list[tuple[Any, dict[str, Any]]]:
     """What is said to whom."""
     if what == HOST:
         return []
@@ -40,7 +40,7 @@ def _said(chunk: torch.nn.Module, what: int) -> list[tuple[Any, dict[str, Any]]]
 
 
 @contextlib.contextmanager
-def recomputed(chunk: torch.nn.Module, what: int) -> Iterator[None]:
+def recomputed(chunk: torch.nn.Module, what: Recomputed) -> Iterator[None]:
     """Forward passes of a model chunk in it recompute every layer, or dense MLP.
 
     Raises :class:`PlanError` for MLPs with biases.

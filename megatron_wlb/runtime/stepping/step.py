@@ -28,7 +28,7 @@ from megatron.core.utils import StragglerDetector
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import HOST, UnitTable
+from megatron_wlb.cost.slices import HOST, NOTHING, Recomputed, UnitTable
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
@@ -228,7 +228,7 @@ class StepRunner:
         self.batches.has_head_start = has_head_start(self.model)
         self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]
-        again = [0 if forward_only else m.recomputed for m in micro_batches]
+        again = [NOTHING if forward_only else m.recomputed for m in micro_batches]
         if plan.chains:
             pp = model.groups.pp
             order = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))
@@ -281,7 +281,7 @@ class StepRunner:
             watchdog.first_step_is_over()
         return reports
 
-    def _forward_step(self, again: Sequence[int], label: str) -> ForwardStep:
+    def _forward_step(self, again: Sequence[Recomputed], label: str) -> ForwardStep:
         """Runs the next micro-batch of a chunk. It says to the watchdog which pass begins, and to
         layers what of the micro-batch is run ``again`` in backward.
         """

@@ -18,8 +18,10 @@ from megatron_wlb.cost import AnalyticModel, Cost, CostModel, MemoryModel
 from megatron_wlb.cost.table import ProfiledCost
 from megatron_wlb.plan import Document, Span, Units
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
-from megatron_wlb.planning.slicing.cut import SLICE_MULTIPLE, Slicer, slice_multiple
+from megatron_wlb.planning.slicing.cut import Slicer
+from megatron_wlb.planning.slicing.pipeline import Pipeline
 from megatron_wlb.planning.slicing.room import MemoryLimit, worst_steps
+from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, Cuts, slice_multiple
 from megatron_wlb.strategies.plan.whole_replica import replica_costs
 
 UNITS = 16
@@ -64,17 +66,11 @@ class SlicedCosts(ReplicaCosts):
         multiple, layout = self.scheme.length_multiple, self.scheme.parallelism
         execution = self.memory.execution
         recomputes = execution.recompute.granularity is None and execution.recomputes
+        memory = MemoryLimit(self.memory, self.limit_bytes, multiple, False, recomputes)
         return Slicer(
-            self.cost,
-            self.costs,
-            layout,
-            num_micro_batches=1,
-            max_tokens=self.max_tokens,
-            length_multiple=multiple,
-            num_units=self.most_units,
-            multiple=slice_multiple(self.max_tokens),
-            merges=False,
-            memory=MemoryLimit(self.memory, self.limit_bytes, multiple, False, recomputes),
+            Cuts(self.cost, self.max_tokens, multiple, slice_multiple(self.max_tokens)),
+            Pipeline(self.costs, layout, multiple, memory=memory),
+            [self.most_units],
             worst=worst_steps(self.max_tokens, 2 * self.max_tokens),
         )
 
@@ -112,11 +108,11 @@ class SlicedCosts(ReplicaCosts):
     def step_us(self, lengths: Sequence[int], pull_us: float, push_us: float) -> float:
         """Simulated time of documents of these lengths, with what is waited for of the exchange."""
         units = self._laid(tuple(lengths))
-        (forward_us, backward_us), *_ = self.slicer.times_us(units)
+        (forward_us, backward_us), *_ = self.slicer.pipeline.times_us(units)
         last = len(units.spans) - units.chains[-1]  # whose backward pass ends the step
         beside_us = np.array([forward_us[0, 0], backward_us[0, last]])
         waits_us = self.waits_us(np.array([pull_us, push_us]), beside_us)
-        return self.slicer.simulated_us([units]) + float(waits_us.sum())
+        return self.slicer.pipeline.simulated_us([units]) + float(waits_us.sum())
 
 
 def sliced_costs(

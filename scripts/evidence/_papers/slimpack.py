@@ -315,16 +315,10 @@ def own_units(run: Run, case: Case, effort: Effort) -> OwnUnits:
 
 def _by_number(slicer: Slicer, documents: Sequence[Document]) -> dict[int, list[float]]:
     """Simulated times of each replica by the number of units, those that the package tries."""
-    dealt = slicer._deal(slicer._heaviest_first(documents), merges=False)
-    replicas = range(len(dealt.alone))
+    dealt = slicer.cuts.deal(slicer.cuts.heaviest_first(documents))
     return {
-        way.num_units: [
-            slicer.simulated_us(
-                slicer._with_room(slicer._lay(dealt, replica, way), is_tight=way in slicer._tight)
-            )
-            for replica in replicas
-        ]
-        for way in slicer._tried
+        way.num_units: [slicer.step_us(dealt, way, group) for group in range(len(dealt.alone))]
+        for way in slicer.ways
     }
 
 

@@ -27,7 +27,9 @@ from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import Document
-from megatron_wlb.planning.slicing.cut import Slicer
+from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
+from megatron_wlb.planning.slicing.pipeline import Pipeline
+from megatron_wlb.planning.slicing.units import Cuts
 
 GAP = 0.002
 """Share of an optimum within which a solution counts as one."""
@@ -81,20 +83,16 @@ def package(case: Case, lengths: Sequence[int]) -> Step:
     """The package's own cuts into as many units."""
     layout = Parallelism(pp_size=case.pp_size)
     slicer = Slicer(
-        UNLIKE_COST,
-        StepCosts(StageCosts.even(UNLIKE_COST, case.pp_size)),
-        layout,
-        num_micro_batches=case.num_windows,
-        max_tokens=WINDOW,
-        num_units=case.num_units,
-        multiple=MULTIPLE,
+        Cuts(UNLIKE_COST, WINDOW, multiple=MULTIPLE),
+        Pipeline(StepCosts(StageCosts.even(UNLIKE_COST, case.pp_size)), layout),
+        [case.num_units] if case.num_units else numbers_of_units(case.num_windows, case.pp_size),
     )
     documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
     (units,) = slicer.cut(documents, 0)
     times_us = [
         sum(BOTH.us(Piece(0, span.start, span.stop)) for span in own) for own in units.spans
     ]
-    return _step(slicer.simulated_us([units]), times_us, units.chains)
+    return _step(slicer.pipeline.simulated_us([units]), times_us, units.chains)
 
 
 def bound_us(case: Case, lengths: Sequence[int]) -> float:

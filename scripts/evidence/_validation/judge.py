@@ -151,7 +151,9 @@ def _pipeline_us(recording: Recording, calibration: Calibration, step: RecordedS
 def _fitted_us(calibration: Calibration, step: RecordedStep) -> list[Floats]:
     """``[dp_size]`` times ``[2, S, N]``: of all forwards and backwards, by the fitted cost."""
     return [
-        calibration.stages.times_us(lengths, prefixes=step.before(dp_rank))
+        calibration.stages.times_us(
+            lengths, None, UnitTable.starting([before[0] for before in step.before(dp_rank)])
+        )
         + calibration.slice_us[:, :, None] * np.array(step.slices(dp_rank))
         for dp_rank, lengths in enumerate(step.lengths)
     ]

@@ -67,7 +67,7 @@ def test_stages_and_slices_take_what_the_model_takes(model: str, recompute: str)
         if recompute != "block":  # of which each stage recomputes its first layer
             assert whole.forward_us == pytest.approx(alone_us.forward_us)
             assert whole.backward_us == pytest.approx(alone_us.backward_us)
-        cut = stages.times_us([[700], [1300, 40, 7]], prefixes=[[0], [700, 0, 0]])
+        cut = stages.times_us([[700], [1300, 40, 7]], None, UnitTable.starting([0, 700]))
         twice = one.cost.total_us([])  # what each micro-batch takes
         assert cut.sum() == pytest.approx(whole.total_us + twice)
 

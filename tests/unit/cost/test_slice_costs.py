@@ -12,7 +12,7 @@ from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.attention_latency import filled, key_parts
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import load_model
-from megatron_wlb.cost.slices import PrefixCosts
+from megatron_wlb.cost.slices import PrefixCosts, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import ProfiledCost, Row
 
@@ -26,7 +26,7 @@ TABLE = ProfiledCost(
 CUTS = [0, 1, 700, 768, 2048, 3000]
 """Slices of a document of 3000 tokens, one of them a single token."""
 LENGTHS = [[stop - start] for start, stop in pairwise(CUTS)]
-PREFIXES = [[start] for start in CUTS[:-1]]
+STARTS = UnitTable.starting(CUTS[:-1])
 
 
 class Opaque:
@@ -42,7 +42,7 @@ def test_slices_take_in_all_what_their_document_takes(cost):
     costs = StageCosts.shared(cost, [0.25, 0.75])
     overhead_us = np.array([3.0, 6.0]) if cost is COST else np.zeros(2)
     whole = costs.times_us([[3000]])[..., 0]
-    slices = costs.times_us(LENGTHS, prefixes=PREFIXES)
+    slices = costs.times_us(LENGTHS, None, STARTS)
     more_us = np.outer(overhead_us, [0.25, 0.75]) * (len(LENGTHS) - 1)
     assert slices.sum(axis=2) == pytest.approx(whole + more_us, rel=1e-12)
     # As documents of their own they would take less.
@@ -51,15 +51,16 @@ def test_slices_take_in_all_what_their_document_takes(cost):
 
 def test_slice_beside_documents_takes_its_pairs_by_hand():
     costs = StageCosts((COST,))
-    ((forward,), (backward,)) = costs.times_us([[100, 20, 8]], prefixes=[[300, 0, 0]])[..., 0]
+    begun = UnitTable.starting([300])
+    ((forward,), (backward,)) = costs.times_us([[100, 20, 8]], None, begun)[..., 0]
     pairs = 100 * 100 + 2 * 300 * 100 + 20 * 20 + 8 * 8
     assert forward == pytest.approx(3 * 128 + 0.5 * pairs + 3)
     assert backward == pytest.approx(6 * 128 + 1.25 * pairs + 6)
 
-    given = ([[100, 20, 8], [7]], [1.5, 2.0], [[300, 0, 0], [0]])
+    given = ([[100, 20, 8], [7]], [1.5, 2.0], UnitTable.starting([300, 0]))
     assert StageCosts((Opaque(COST),)).times_us(*given) == pytest.approx(costs.times_us(*given))
     # An uneven sharding of the tokens that run does not multiply the keys before them.
-    scaled = costs.times_us([[100, 20, 8]], [1.5], [[300, 0, 0]])[0, 0, 0]
+    scaled = costs.times_us([[100, 20, 8]], [1.5], begun)[0, 0, 0]
     assert scaled - forward == pytest.approx(0.5 * 0.5 * (100 * 100 + 20 * 20 + 8 * 8))
 
 
@@ -84,14 +85,14 @@ def test_rows_before_a_slice_cost_by_hand() -> None:
     assert prefixes.idle(5000) == pytest.approx(264 / 240)
     plain = StageCosts((COST, COST))
     costs = StageCosts((COST, COST), prefixes)
-    lengths, before = [[5000, 20], [600]], [[300, 0], [0]]
+    lengths, begun = [[5000, 20], [600]], UnitTable.starting([300, 0])
     assert (costs.times_us(lengths) == plain.times_us(lengths)).all()
-    more = costs.times_us(lengths, prefixes=before) - plain.times_us(lengths, prefixes=before)
+    more = costs.times_us(lengths, None, begun) - plain.times_us(lengths, None, begun)
     forward_us = (264 / 240 - 1) * 0.5 * 2 * 300 * 5000
     assert more[0] == pytest.approx(np.array([[forward_us, 0.0]] * 2))
     assert more[1] == pytest.approx(np.array([[0.25 * 300, 0.0], [0.0, 0.0]]))
 
-    given = (lengths, None, before)
+    given = (lengths, None, begun)
     opaque = StageCosts((Opaque(COST), Opaque(COST)), prefixes).times_us(*given)
     assert opaque == pytest.approx(costs.times_us(*given))
 
@@ -136,6 +137,7 @@ def test_shares_of_a_unit_by_hand() -> None:
     backward_us = (5.0 * 5000 + 0.75 * (5000**2 + 2 * 300 * 5000)) / 2 + 20 + 0.125 * 5000
     for cost in (fixed, Opaque(fixed)):
         costs = StageCosts((cost,), prefixes)
-        times = costs.times_us([[5000], [7]], prefixes=[[300], [0]], replicas=[2, 1])
+        shared = UnitTable.starting([300, 0])._replace(num_ranks=np.array([2.0, 1.0]))
+        times = costs.times_us([[5000], [7]], None, shared)
         assert times[:, 0, 0] == pytest.approx([forward_us, backward_us + 0.25 * 300])
         assert (times[:, 0, 1] == costs.times_us([[7]])[:, 0, 0]).all()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import make_evaluation_planner, make_planner, max_tokens
@@ -68,20 +65,6 @@ def test_original_puts_consecutive_windows_in_a_row() -> None:
         assert one.num_targets == other.num_targets
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_packings_fill_micro_batches_of_several_windows(packing: str) -> None:
-    """N is the batch ÷ b; rows have b windows in the mean, documents none above a window."""
-    plans = list(planner(packing, "--micro-batch-size 4").plans(40))
-    lengths = [m.length for plan in plans for m in plan]
-    assert all(len(plan.micro_batches[0]) == 2 for plan in plans)
-    assert np.mean(lengths) == pytest.approx(4 * WINDOW, rel=0.03)
-    assert max(d.length for plan in plans for d in plan.documents) <= WINDOW
-    most = 4 * WINDOW if packing.startswith(("original", "fixed")) else 8 * WINDOW
-    assert 3 * WINDOW < max(lengths) <= most
-    balanced = np.mean([plan.imbalance for plan in plans[5:]])
-    assert packing == "original" or "shaped" in packing or balanced < 1.1
-
-
 def test_s_max_and_evaluations_follow_the_windows_of_a_micro_batch() -> None:
     config = settings("--micro-batch-size 2")
     assert max_tokens(config, 500, 1) == 4 * WINDOW
@@ -90,49 +73,8 @@ def test_s_max_and_evaluations_follow_the_windows_of_a_micro_batch() -> None:
     assert [len(rank) for rank in plan.micro_batches] == [2, 2]
 
 
-def test_slices_take_the_windows_of_a_step() -> None:
-    pp2 = "--pipeline-model-parallel-size 2"
-    plans = planner("slim", f"{pp2} --micro-batch-size 4").plans(30)
-    assert np.mean([plan.num_tokens for plan in plans]) == pytest.approx(8 * WINDOW, rel=0.05)
-
-
 SCHEDULE = f"0:2,{10 * WINDOW}:4,{20 * WINDOW}:6,{30 * WINDOW}:8"
 RAMP = f"--step-batch-size-schedule {SCHEDULE}"
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_growing_batches_have_their_micro_batches_and_lose_nothing(packing: str) -> None:
-    """Also when it is read from its state before each step, as after a kill."""
-    ramp, size = Ramp.schedule(SCHEDULE, WINDOW), 2 if packing == "hold" else 1
-    flags, dp_size = f"{RAMP} --micro-batch-size {size}", 2 // size
-    whole, resumed = planner(packing, flags, dp_size), planner(packing, flags, dp_size)
-    run: list[tuple[int, int, int]] = []
-    for step in range(24):
-        state = json.loads(json.dumps(resumed.state_dict()))
-        resumed = planner(packing, flags, dp_size)
-        resumed.load_state_dict(state)
-        plan, again = whole.next_plan(), resumed.next_plan()
-        assert plan is not None and again is not None
-        assert plan.digest == again.digest
-        number = ramp.windows(step) // size
-        assert [len(rank) for rank in plan.micro_batches] == [number // dp_size] * dp_size
-        run += pieces(plan)
-    assert len(set(run)) == len(run)
-    tokens = sum(length for *_, length in run) + sum(d.length for d in whole.packer.waiting)
-    given = WINDOW * ramp.before(24 + whole.packer.look_ahead)
-    assert 0 <= tokens - given < max(Lengths.lengths)
-
-
-@pytest.mark.parametrize("packing", ["original", "hold"])
-def test_numbers_by_step_keep_the_documents_of_growing_batches(packing: str) -> None:
-    pp2 = f"{RAMP} --pipeline-model-parallel-size 2 --wlb-max-step-tokens 0"
-    fixed, chosen = (planner(packing, flags) for flags in (pp2, f"{pp2} --wlb-micro-batches auto"))
-    numbers = set()
-    for one, other in zip(fixed.plans(24), chosen.plans(24), strict=True):
-        assert sorted(pieces(one)) == sorted(pieces(other))
-        assert max(m.length for m in other) <= 2 * WINDOW
-        numbers.add(len(other.micro_batches[0]) - len(one.micro_batches[0]))
-    assert len(numbers) > 1
 
 
 def test_growing_batches_are_those_of_one_checkpoint_only() -> None:

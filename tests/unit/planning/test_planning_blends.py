@@ -67,13 +67,6 @@ def test_weights_of_the_data_path_are_shares_of_the_tokens(texts: list[str]) -> 
         assert start <= document.number < stop
 
 
-def test_without_weights_each_document_comes_once_an_epoch(texts: list[str]) -> None:
-    settings = config(texts, split="1")
-    corpora = Corpora.open(settings)
-    documents = drawn(make_planner(settings, corpora, REFERENCE_COST, 1, num_epochs=1), 100)
-    assert len({(d.corpus, d.number) for d in documents}) == len(documents) == 70
-
-
 def test_each_split_may_have_a_blend_of_its_own(texts: list[str]) -> None:
     settings = config([])
     blends = {

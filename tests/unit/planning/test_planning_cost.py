@@ -300,25 +300,3 @@ def test_shaping_is_for_pipelines_and_off_unless_asked_for() -> None:
     config = settings("--num-layers 8 --wlb-micro-batches auto --wlb-shape on", pp)
     evaluated = make_evaluation_planner(config, CORPORA, COEFFICIENTS, 1, "train")
     assert evaluated.shaping is None
-
-
-@pytest.mark.parametrize("cost", ["coefficients", "table", "analytic"])
-def test_shaped_plans_run_the_same_documents_in_unequal_micro_batches(cost: str) -> None:
-    flags = "--pipeline-model-parallel-size 2 --global-batch-size 8"
-    config = settings("--num-layers 8", flags)
-    costs = {
-        "coefficients": COEFFICIENTS,
-        "table": table(config, longest=4096),
-        "analytic": known_cost(config, VOCAB),
-    }
-    plain = planned(flags, cost=costs[cost])
-    shaped = planned(flags, "--wlb-shape on", cost=costs[cost])
-    differ = 0
-    while (plan := shaped.next_plan()) is not None:
-        balanced = plain.next_plan()
-        assert balanced is not None
-        assert sorted(d.key for d in plan.documents) == sorted(d.key for d in balanced.documents)
-        assert max(m.length for m in plan) <= shaped.packer.limits.max_tokens
-        differ += plan.digest != balanced.digest
-    assert plain.next_plan() is None
-    assert differ

@@ -26,7 +26,7 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document
-from megatron_wlb.planning.balance.shaping import Shaper, _place, _Sorted, best_sizes
+from megatron_wlb.planning.balance.shaping import Shaper, best_sizes
 from megatron_wlb.planning.packing import PACKINGS, packer, reads
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.simulator.step import Simulator
@@ -167,15 +167,6 @@ def test_best_sizes_without_a_pipeline_are_equal():
     assert best_sizes(graph_of(1, 1, 4), ((1.0,), (2.0,))) == pytest.approx([0.25] * 4)
 
 
-def test_same_documents_give_the_same_shape_on_every_rank():
-    layout = Parallelism(pp_size=4, dp_size=2)
-    random = np.random.default_rng(2)
-    ranks = documents_of([[random.integers(1, 90, 9).tolist() for _ in range(6)] for _ in range(2)])
-    one, other = (shaper(layout, 6, max_tokens=900) for _ in range(2))
-    assert one.shape(ranks) == other.shape(ranks) == one.shape(ranks)
-    assert one.shape(ranks) != ranks
-
-
 TABLE = ProfiledCost(
     model_identity(SHAPE),
     1,
@@ -201,58 +192,6 @@ def test_times_of_shaped_steps_are_those_of_the_simulator(cost):
     assert shaping.step_us(shaping.shape(ranks)) <= shaping.step_us(ranks)
 
 
-@pytest.mark.parametrize("cost", [COST, TABLE], ids=["coefficients", "tables"])
-def test_spread_costs_add_up_and_the_last_stage_has_the_head(cost):
-    layout = Parallelism(pp_size=4)
-    stages = StageCosts.spread(cost, analytic(layout))
-    lengths = [40, 90, 7]
-    times = stages.times_us([lengths])[:, :, 0]
-    assert times.sum() == pytest.approx(cost.total_us(lengths))
-    assert times[0, 3] > 1.2 * times[0, 1] == pytest.approx(1.2 * times[0, 2])
-    assert times[0, 0] > times[0, 1]
-
-
-def test_planner_shapes_its_balanced_steps_and_resumes_the_same():
-    random = np.random.default_rng(4)
-    steps = [random.integers(1, 60, 40).tolist() for _ in range(6)]
-    layout = Parallelism(pp_size=2, dp_size=2)
-
-    def planner(shaping):
-        packing = packer(
-            "hold", num_micro_batches=8, window=60, cost=COST, max_tokens=400, max_step_tokens=0
-        )
-        return Planner(ListStream(steps), packing, COST, dp_size=2, shaping=shaping)
-
-    shaping = shaper(layout, 4, max_tokens=400)
-    plain, shaped = planner(None), planner(shaping)
-    faster = 0
-    while (balanced := plain.next_plan()) is not None:
-        state = shaped.state_dict()
-        plan = shaped.next_plan()
-        other = planner(shaper(layout, 4, max_tokens=400))
-        other.load_state_dict(state)
-        assert other.next_plan().digest == plan.digest
-        assert sorted(d.key for d in plan.documents) == sorted(d.key for d in balanced.documents)
-        assert [m.index for m in plan] == list(range(8))
-        assert all(m.padded_length == max(1, m.length) for m in plan)
-        times = [
-            shaping.step_us([[[s.document for s in m.spans] for m in r] for r in p.micro_batches])
-            for p in (plan, balanced)
-        ]
-        assert times[0] <= times[1]
-        faster += times[0] < 0.99 * times[1]
-        assert plan.imbalance > balanced.imbalance or times[0] == times[1]
-    assert shaped.next_plan() is None
-    assert faster >= 4
-
-
-def test_empty_steps_stay_as_they_are():
-    ranks = [[[], [], []]]
-    assert shaper(Parallelism(pp_size=2), 3).shape(ranks) == ranks
-    few = documents_of([[[5], [], []]])
-    assert sum(map(len, shaper(Parallelism(pp_size=2), 3).shape(few)[0])) == 1
-
-
 def test_what_cannot_be_shaped_is_refused():
     shaping = shaper(Parallelism(pp_size=2), 4)
     for name in PACKINGS:
@@ -265,45 +204,3 @@ def test_what_cannot_be_shaped_is_refused():
     costs = StepCosts(StageCosts.even(COST, 2))
     with pytest.raises(ConfigError, match="costs of 2 stages, but the layout has 4"):
         Shaper(costs, Parallelism(pp_size=4), num_micro_batches=4, max_tokens=9, window=9)
-
-
-def test_placement_that_is_worse_than_the_balanced_step_is_not_taken(monkeypatch):
-    """All documents in one micro-batch, from where single moves do not come back."""
-
-    def worst(step, dp_size, sizes):
-        members = [[[] for _ in sizes] for _ in range(dp_size)]
-        members[0][-1] = list(range(len(step.alone_us)))
-        return members
-
-    layout = Parallelism(pp_size=2)
-    random = np.random.default_rng(6)
-    ranks = documents_of([[random.integers(1, 60, 30).tolist() for _ in range(8)]])
-    shaping = shaper(layout, 8, max_tokens=10**6)
-    monkeypatch.setattr("megatron_wlb.planning.balance.shaping._place", worst)
-    assert shaping.step_us(shaping.shape(ranks)) <= shaping.step_us(ranks)
-
-
-@pytest.mark.parametrize("descending", [True, False])
-def test_placement_fills_up_as_looking_at_every_micro_batch_would(descending):
-    """Also where lengths do not fall with work, and most micro-batches are full."""
-    random = np.random.default_rng(5)
-    lengths = random.integers(1, 60, 400)
-    works = (lengths if descending else random.permutation(lengths)).astype(float)
-    order = np.argsort(-works, kind="stable")
-    lengths, works = lengths[order], works[order].tolist()
-    most, sizes = 100 * int(lengths.sum()) // (98 * 3 * 40), random.dirichlet([4.0] * 40)
-    step = _Sorted(lengths.astype(float), np.zeros((2, 1, 400)), works, most)
-    missing = {(r, m): -size * sum(works) / 3 for r in range(3) for m, size in enumerate(sizes)}
-    room = dict.fromkeys(missing, most)
-    expected = [[[] for _ in sizes] for _ in range(3)]
-    for number, (length, us) in enumerate(zip(lengths.tolist(), works, strict=True)):
-        free = [place for place in missing if room[place] >= length]
-        if not free:
-            expected = None
-            break
-        best = min(free, key=lambda place: (missing[place], place))
-        missing[best] += us
-        room[best] -= length
-        expected[best[0]][best[1]].append(number)
-    assert _place(step, 3, sizes) == expected
-    assert (expected is None) != descending  # by length they all fit

@@ -1,14 +1,10 @@
-from itertools import chain
-
 import pytest
 from helpers.strategies import documents
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.planning.packing.base import Limits
-from megatron_wlb.planning.packing.fixed import FixedGreedyPacker, cut_into_room, mean_arrival
+from megatron_wlb.planning.packing.fixed import FixedGreedyPacker
 
 COST = DocumentCost(1, 0.1, 2, 0.25)
 
@@ -36,13 +32,6 @@ def test_fixed_windows_are_full_where_enough_tokens_arrive():
     packed = packing.pack(documents([7, 7, 7, 7, 4, 4, 4]), 0)
     assert [sum(d.length for d in m) for m in packed] == [10] * 4
     assert not packing.waiting
-
-
-def test_fixed_cuts_documents_at_the_end_of_the_step_as_original_does():
-    packing = fixed()
-    packed = packing.pack(documents([8, 8, 8]), 0)
-    assert sum(d.length for d in chain(*packed)) == 20
-    assert [(d.arrival, d.offset, d.length, d.step) for d in packing.waiting] == [(2, 4, 4, 1)]
 
 
 @pytest.mark.parametrize(
@@ -80,40 +69,6 @@ def test_fixed_balances_better_over_more_batches():
     steps = [two.pack(arriving, 0), two.pack([], 1)]
     loads = [[COST.total_us(d.length for d in m) for m in step] for step in steps]
     assert max(max(step) * 2 / sum(step) for step in loads) < 1.06
-
-
-def test_fixed_plans_no_more_steps_than_it_has_tokens_for():
-    packing = fixed(4)
-    packing.pack(documents([10, 10, 5]), 0)
-    assert sum(d.length for d in packing.waiting) == 5
-    assert sum(d.length for m in packing.flush(1) for d in m) == 5
-    assert not packing.waiting
-
-
-@settings(max_examples=100)
-@given(data=st.data())
-def test_cut_into_room_fills_room_with_every_token(data):
-    window = data.draw(st.integers(1, 20))
-    filled = data.draw(st.lists(st.integers(0, window), min_size=1, max_size=6))
-    windows = [documents([n], first=100 + i) if n else [] for i, n in enumerate(filled)]
-    left, room = [], sum(window - n for n in filled)
-    while room and data.draw(st.booleans()):
-        left.append(data.draw(st.integers(1, room)))
-        room -= left[-1]
-    for index, piece in cut_into_room([window - n for n in filled], documents(left)):
-        windows[index].append(piece)
-    assert all(sum(d.length for d in w) <= window for w in windows)
-    for arrival, length in enumerate(left):
-        pieces = sorted((d.offset, d.length) for d in chain(*windows) if d.arrival == arrival)
-        assert sum(size for _, size in pieces) == length
-        assert [offset for offset, _ in pieces] == [
-            sum(size for _, size in pieces[:i]) for i in range(len(pieces))
-        ]
-
-
-def test_mean_arrival_counts_tokens():
-    assert mean_arrival([*documents([1], 3), *documents([3], 7)]) == 6
-    assert mean_arrival([]) == float("inf")
 
 
 @pytest.mark.parametrize("sizes", [None, [[1]], [[1, 2], [1, 9]], [[0, 0]]])

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 from helpers.strategies import documents
@@ -35,11 +33,6 @@ def test_hold_keeps_back_what_the_others_cannot_balance_until_they_can():
     # 2 · 10² ≤ 10² + 6² + 8².
     packed = packing.pack(documents([6, 8], 1, first=3), 1)
     assert sorted(sorted(d.length for d in m) for m in packed) == [[6, 8], [10]]
-
-
-def test_hold_runs_everything_that_balances_at_once():
-    packed = hold(cost=COST).pack(documents([7, 1, 7, 1]), 0)
-    assert sorted(sorted(d.length for d in m) for m in packed) == [[1, 7], [1, 7]]
 
 
 @pytest.mark.parametrize(("tau", "ran"), [(1.0, [6, 6]), (1.05, [6, 6]), (1.1, [6, 6, 9])])
@@ -147,14 +140,6 @@ def test_hold_runs_a_document_that_is_above_the_token_cap_by_itself():
     assert lengths(packing.pack(documents([30]), 0)) == [30]
 
 
-def test_hold_flushes_everything_s_max_permits():
-    packing = hold(2, window=10, max_tokens=20)
-    packing.pack(documents([20, 1, 1]), 0)
-    packing.pack(documents([19, 1, 1], 1, first=3), 1)
-    assert lengths([packing.waiting]) == [19, 20]
-    assert lengths(packing.flush(2)) == [19, 20]
-
-
 def test_hold_runs_heavy_documents_early_beside_their_like():
     """10² needs 10² more: the 9 of the next step is nearly that, and heavier than all at hand."""
     arrived = [*documents([10, 4], 0), *documents([9, 5, 3], 1, first=2), *documents([8], 2, 5)]
@@ -182,23 +167,6 @@ def test_hold_counts_running_early_like_running_late():
     for step, ran in ((1, [4, 9, 10]), (2, [4, 10])):
         arrived = [*documents([10, 4], 0), *documents([9], step, first=2)]
         assert lengths(hold(price=0.9, ahead=2).pack(arrived, 0)) == ran
-
-
-def test_hold_runs_what_comes_next_rather_than_nothing():
-    packing = hold(ahead=2)
-    assert lengths(packing.pack([*documents([4, 4], 1), *documents([7], 2, 2)], 0)) == [4, 4]
-    assert lengths(packing.pack([], 1)) == [7]
-    assert not packing.waiting
-
-
-def test_hold_keeps_documents_read_ahead_in_its_state():
-    packing = hold(ahead=1)
-    packing.pack([*documents([3, 3, 9]), *documents([8, 2], 1, first=3)], 0)
-    state = json.loads(json.dumps(packing.state_dict()))
-    assert [len(state[name]) for name in ("held", "ahead")] == [1, 2]
-    restored = hold(ahead=1)
-    restored.load_state_dict(state)
-    assert restored.pack([], 1) == packing.pack([], 1)
 
 
 @pytest.mark.parametrize(

@@ -16,37 +16,6 @@ def shape(windows):
     return [[(d.arrival, d.offset, d.length) for d in window] for window in windows]
 
 
-def test_original_cuts_at_windows_and_carries_the_rest():
-    packing = original(2, 10)
-    assert shape(packing.pack(documents([4, 9, 12]), 0)) == [
-        [(0, 0, 4), (1, 0, 6)],
-        [(1, 6, 3), (2, 0, 7)],
-    ]
-    assert shape([packing.waiting]) == [[(2, 7, 5)]]
-    assert shape(packing.pack(documents([20], 1, first=3), 1)) == [
-        [(2, 7, 5), (3, 0, 5)],
-        [(3, 5, 10)],
-    ]
-    assert shape(packing.flush(2)) == [[(3, 15, 5)], []]
-    assert not packing.waiting
-
-
-def test_original_counts_a_piece_as_arriving_in_the_step_it_runs_in():
-    packing = original(2, 10)
-    steps = [packing.pack(documents([55]), 0)]  # longer than two whole steps
-    steps += [packing.flush(1), packing.flush(2)]
-    assert shape(steps[2]) == [[(0, 40, 10)], [(0, 50, 5)]]
-    for step, windows in enumerate(steps):
-        assert {d.step for window in windows for d in window} == {step}
-
-
-def test_original_keeps_every_label():
-    """Cutting changes which tokens see each other, not which are trained."""
-    packing = original(3, 4)
-    windows = packing.pack(documents([5, 7]), 0)
-    assert sum(d.num_targets for window in windows for d in window) == 5 - 1 + 7 - 1
-
-
 @settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20), window=st.integers(1, 12))
 def test_original_is_the_concatenated_stream_cut_at_every_window(lengths, window):

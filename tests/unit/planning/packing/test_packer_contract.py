@@ -1,16 +1,12 @@
 """What every packing promises, over random documents; see ``packing.base.Packer``."""
 
-import json
 import time
 import tracemalloc
-from collections import Counter
 
 import pytest
 from helpers.ledger import Ledger
 from helpers.slowness import slowness
-from helpers.strategies import ListStream, Run, documents, runs
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.strategies import documents
 
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import sample_lengths
@@ -25,7 +21,6 @@ CUT = tuple(name for name in ALL if kind_of(name.partition(",")[0]).windows)
 WHOLE = tuple(name for name in ALL if name not in CUT)
 DELAYING = tuple(name for name in WHOLE if reads(name.partition(",")[0], "max_age"))
 """A new packing is in these by what its class says."""
-hypothesis_settings = settings(max_examples=50)
 
 
 def build(name: str, **settings):
@@ -38,177 +33,8 @@ def build(name: str, **settings):
     return packer(name, **settings)
 
 
-def arrivals(run: Run):
-    first = 0
-    for step, lengths in enumerate(run.steps):
-        yield documents(lengths, step, first)
-        first += len(lengths)
-
-
-def drive(name: str, run: Run, reload_before: int | None = None):
-    """All steps, then flushes, as ``(documents given, micro_batches, waiting after the step)``."""
-    packing = build(name, **run.settings)
-    results = []
-
-    def maybe_reload():
-        nonlocal packing
-        if len(results) == reload_before:
-            state = json.loads(json.dumps(packing.state_dict()))
-            packing = build(name, **run.settings)
-            packing.load_state_dict(state)
-
-    arriving = [*arrivals(run)]
-    for step in range(len(run.steps)):
-        maybe_reload()
-        first = step + packing.look_ahead if step else 0
-        given = [d for some in arriving[first : step + packing.look_ahead + 1] for d in some]
-        results.append((given, packing.pack(given, step), tuple(packing.waiting)))
-    while packing.waiting:
-        maybe_reload()
-        num_waiting = len(packing.waiting)
-        results.append(([], packing.flush(len(results)), tuple(packing.waiting)))
-        assert name not in WHOLE or len(packing.waiting) < num_waiting, "flush must progress"
-        assert len(results) < 1000, "flush must end"
-    return results
-
-
 def num_tokens(documents):
     return sum(d.length for d in documents)
-
-
-def check_all_run(name: str, run: Run, results) -> None:
-    most = run.settings["max_tokens" if name in WHOLE else "window"]
-    for _, micro_batches, _ in results:
-        assert len(micro_batches) == run.settings["num_micro_batches"]
-        assert all(num_tokens(m) <= most for m in micro_batches)
-
-    ran = [d for _, micro_batches, _ in results for m in micro_batches for d in m]
-    arrived = [d for arriving in arrivals(run) for d in arriving]
-    if name in WHOLE:
-        assert Counter(ran) == Counter(arrived)
-        return
-    pieces: dict[int, list] = {}
-    for piece in ran:
-        pieces.setdefault(piece.arrival, []).append(piece)
-    for document in arrived:
-        tiles = pieces.pop(document.arrival)
-        if name != "original":  # which is in stream order already
-            tiles.sort(key=lambda tile: tile.offset)
-        offset = 0
-        for tile in tiles:
-            assert tile.offset == offset
-            offset += tile.length
-        assert offset == document.length
-        assert [tile.ends for tile in tiles] == [False] * (len(tiles) - 1) + [True]
-    assert not pieces
-
-
-@pytest.mark.parametrize("name", ALL)
-@hypothesis_settings
-@given(data=st.data())
-def test_packer_runs_each_token_once_in_n_micro_batches_within_s_max(name, data):
-    run = data.draw(runs(longest_in_windows=12 if name in CUT else None))
-    check_all_run(name, run, drive(name, run))
-
-
-@pytest.mark.parametrize("name", ALL)
-@hypothesis_settings
-@given(data=st.data())
-def test_packer_counts_as_waiting_what_has_not_run(name, data):
-    run = data.draw(runs())
-    given_tokens = ran = 0
-    for arriving, micro_batches, waiting in drive(name, run):
-        given_tokens += num_tokens(arriving)
-        ran += sum(map(num_tokens, micro_batches))
-        assert num_tokens(waiting) == given_tokens - ran
-
-
-@pytest.mark.parametrize("name", ALL)
-@hypothesis_settings
-@given(data=st.data())
-def test_packer_runs_something_while_documents_are_at_hand(name, data):
-    run = data.draw(runs())
-    at_hand = 0
-    for arriving, micro_batches, waiting in drive(name, run):
-        assert not at_hand + len(arriving) or any(micro_batches)
-        at_hand = len(waiting)
-
-
-@pytest.mark.parametrize("name", DELAYING)
-@hypothesis_settings
-@given(run=runs())
-def test_packer_delays_beyond_max_age_only_without_room(name, run):
-    """A document that is due waits only if older due ones left no micro-batch with room for it."""
-    max_age, max_tokens = run.settings["max_age"], run.settings["max_tokens"]
-    for step, (_, micro_batches, waiting) in enumerate(drive(name, run)):
-        for document in waiting:
-            if step - document.step < max_age:
-                continue
-            for micro_batch in micro_batches:
-                older_due = sum(
-                    d.length
-                    for d in micro_batch
-                    if step - d.step >= max_age and d.key < document.key
-                )
-                assert older_due + document.length > max_tokens
-
-
-@pytest.mark.parametrize("name", DELAYING)
-@hypothesis_settings
-@given(run=runs())
-def test_packer_runs_more_than_the_token_cap_only_where_age_leaves_no_choice(name, run):
-    cap, max_age = run.settings["max_step_tokens"], run.settings["max_age"]
-    for step, (_, micro_batches, _) in enumerate(drive(name, run)):
-        ran = [d for micro_batch in micro_batches for d in micro_batch]
-        if cap is not None and num_tokens(ran) > cap and len(ran) > 1:
-            assert all(step - d.step >= max_age for d in ran)
-
-
-@pytest.mark.parametrize("name", DELAYING)
-def test_packer_keeps_the_token_cap_in_every_step_and_flush_where_nothing_is_due(name):
-    """At a cap of one mean step, which full queues and what was held would overrun most often."""
-    cap = 4 * 1024
-    lengths = sample_lengths("reference", 160, seed=3, window=1024).tolist()
-    stream = ListStream.of_step_tokens(lengths, cap)
-    packing = build(
-        name, num_micro_batches=4, window=1024, max_step_tokens=cap, max_age=10**6,
-        cost=REFERENCE_COST,
-    )  # fmt: skip
-    arriving = [stream.next_step() for _ in range(40) if not stream.exhausted]
-    run_tokens = []
-    for step in range(len(arriving)):
-        first = step + packing.look_ahead if step else 0
-        given = [d for some in arriving[first : step + packing.look_ahead + 1] for d in some]
-        run_tokens.append(sum(map(num_tokens, packing.pack(given, step))))
-    while packing.waiting:
-        run_tokens.append(sum(map(num_tokens, packing.flush(len(run_tokens)))))
-    assert max(run_tokens) <= cap
-    assert sum(run_tokens) == sum(lengths)
-
-
-@pytest.mark.parametrize("name", DELAYING)
-def test_packer_keeps_the_token_cap_while_it_flushes_much(name):
-    cap = 4 * 64
-    packing = build(
-        name, num_micro_batches=4, window=64, max_step_tokens=cap, max_age=99, cost=REFERENCE_COST
-    )
-    state = packing.state_dict()
-    state["remained" if name == "wlb" else "held"] = documents([5, 64, 9, 31, 17, 2] * 8)
-    packing.load_state_dict(state)
-    steps = []
-    while packing.waiting:
-        steps.append(sum(map(num_tokens, packing.flush(len(steps)))))
-    assert max(steps) <= cap and sum(steps) == 8 * 128
-
-
-@pytest.mark.parametrize("name", ALL)
-@hypothesis_settings
-@given(data=st.data())
-def test_packer_continues_the_same_from_its_saved_state(name, data):
-    run = data.draw(runs())
-    results = drive(name, run)
-    assert drive(name, run) == results
-    assert drive(name, run, reload_before=data.draw(st.integers(0, len(results) - 1))) == results
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -224,12 +50,6 @@ def test_packer_gives_fewer_documents_than_micro_batches_one_each(name):
     packing = build(name, num_micro_batches=4, window=8, max_age=0, cost=REFERENCE_COST)
     packed = packing.pack(documents([3, 5, 8]), 0)
     assert sorted(sum(d.length for d in m) for m in packed) == [0, 3, 5, 8]
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_packer_runs_a_document_of_exactly_s_max(name):
-    packing = build(name, num_micro_batches=1, window=8, max_tokens=9, cost=REFERENCE_COST)
-    assert [d.length for d in packing.pack(documents([9]), 0)[0]] == [9]
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -301,17 +121,6 @@ def test_packer_passes_each_packing_its_settings():
     assert packer("wlb", queue_thresholds=[3, 5], **common).queue_thresholds == [3, 5]
     assert packer("original", **common).limits.max_tokens == 16
     assert packer("original", max_tokens=9, max_age=3, **common).limits.max_age == 3
-
-
-@pytest.mark.parametrize("name", ["fixed-solver"])
-@settings(max_examples=8)
-@given(data=st.data())
-def test_solver_keeps_the_contract_too(name, data):
-    pytest.importorskip("ortools", reason="the extra `solver` is not installed")
-    run = data.draw(runs(longest_in_windows=4))
-    results = drive(name, run)
-    check_all_run("fixed-greedy", run, results)
-    assert drive(name, run, reload_before=data.draw(st.integers(0, len(results) - 1))) == results
 
 
 def reference_stream(num_windows: int, num_micro_batches: int):

@@ -1,4 +1,3 @@
-import json
 import logging
 import sys
 from itertools import chain, combinations
@@ -88,25 +87,6 @@ def test_solver_reports_progress(caplog):
     assert messages[0].startswith("step 3: solver at imbalance")
     assert "step 3: solver ends at imbalance" in messages[-1]
     assert "(optimal)" in messages[-1]
-
-
-def test_solver_continues_the_same_from_its_saved_state():
-    def packing():
-        return FixedSolverPacker(LIMITS, COST, 2)
-
-    arriving = [*documents([10, 5, 5], 0), *documents([10, 4, 9], 1, first=3)]
-    whole, before, after = packing(), packing(), packing()
-    expected = [whole.pack(arriving, 0), whole.pack(documents([3], 2, 6), 1), whole.flush(2)]
-    seen = [before.pack(arriving, 0)]
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    seen += [after.pack(documents([3], 2, 6), 1), after.flush(2)]
-    assert seen == expected
-    assert not after.waiting
-
-
-def test_solver_packs_a_step_without_documents():
-    packing = FixedSolverPacker(LIMITS, COST)
-    assert packing.pack([], 0) == packing.flush(1) == [[], []]
 
 
 def test_solver_names_the_extra_that_is_missing(monkeypatch):

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.machines import H100
+from helpers.sliced import REFERENCE, WINDOW, peak_gib, planner_of, run_in, total_us
 
 from megatron_wlb.cost import Execution, MemoryModel, Parallelism, Recompute
-from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit, UnitTable
-from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import tell_memory
@@ -21,29 +20,17 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.runtime.stepping.merge import check_merged
 from megatron_wlb.settings.config import Config, WlbConfig
-from megatron_wlb.simulator.step import Simulator
 
-WINDOW = 131072
-REFERENCE = LengthSource.of_distribution("reference")
 TP8 = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
-NONE, FULL = Recompute(), Recompute("full", "uniform", 1)
-
-
-def run_in(limit_gib: float | None, layout: Parallelism, recompute: Recompute = NONE) -> Run:
-    shape = padded_vocabulary(load_model("7b"), 8)
-    execution = Execution(layout, recompute)
-    return Run(shape, execution, H100, WINDOW, 4 * layout.dp_size, memory_gib=limit_gib)
+FULL = Recompute("full", "uniform", 1)
 
 
 def steps(run: Run, packing: str = "slim:16", num: int = 6, **more: object) -> list[StepPlan]:
-    setting = PackingSettings.parse(packing, WINDOW, 2 * WINDOW, **more)
-    planner = run.workload(REFERENCE, seed=1).planner(setting, num, costs=run.costs)
-    return list(planner.plans(num))
+    return list(planner_of(run, packing, num, **more).plans(num))
 
 
-def peak_gib(run: Run, plan: StepPlan) -> float:
-    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
-    return max(held.peak_bytes for held in simulator.plan_memory(plan)) / GIB
+def again(table: UnitTable, *what: int) -> UnitTable:
+    return table._replace(recomputed=np.array(what, dtype=float))
 
 
 @pytest.mark.parametrize("vpp_size", [1, 2])
@@ -52,37 +39,35 @@ def test_steps_fit_by_recomputing_some(vpp_size: int) -> None:
     free = run_in(1000.0, layout)
     plain = steps(free)
     assert not any(m.recomputed for plan in plain for m in plan)
-    most = max(peak_gib(free, plan) for plan in plain)
-    limit = 0.7 * most
+    limit = 0.7 * peak_gib(free, plain)
     tight = run_in(limit, layout)
     fitting = steps(tight)
-    assert max(peak_gib(tight, plan) for plan in fitting) <= limit
+    assert peak_gib(tight, fitting) <= limit
     for before, plan in zip(plain, fitting, strict=True):
         assert [m.spans for m in before] == [m.spans for m in plan]
-        if peak_gib(free, before) <= limit:
+        if peak_gib(free, [before]) <= limit:
             assert not any(m.recomputed for m in plan)
     shares = [np.mean([m.recomputed > 0 for m in plan]) for plan in fitting]
     assert 0 < np.mean(shares) < 0.5
-    simulator = Simulator(free.costs, layout)
-    times = [sum(simulator.step(p).step_us for p in some) for some in (plain, fitting)]
-    full = run_in(1000.0, layout, FULL)
-    all_us = sum(Simulator(full.costs, layout).step(plan).step_us for plan in plain)
+    times = [total_us(free, some) for some in (plain, fitting)]
+    all_us = total_us(run_in(1000.0, layout, recompute=FULL), plain)
     assert times[0] < times[1] < times[0] + 0.5 * (all_us - times[0])
 
 
 def test_mlps_are_recomputed_where_that_is_enough() -> None:
     """They take less time than layers, for about half of the bytes; without biases alone."""
     free = run_in(1000.0, TP8)
-    limit = 0.75 * max(peak_gib(free, plan) for plan in steps(free))
+    limit = 0.75 * peak_gib(free, steps(free))
     tight = run_in(limit, TP8)
     found = [m for plan in steps(tight) for m in plan]
     assert any(m.recomputed == MLPS for m in found)
     units = [m for m in found if m.recomputed]
     layers_us, mlps_us = 0.0, 0.0
     for m in units:
-        known = [m.lengths], None, [m.prefixes], [1]
+        known = UnitTable.starting([m.prefixes[0]])
         plain, mlps, layers = (
-            tight.costs.stages.times_us(*known, [what]).sum() for what in (0, MLPS, LAYERS)
+            tight.costs.stages.times_us([m.lengths], None, again(known, what)).sum()
+            for what in (0, MLPS, LAYERS)
         )
         assert plain < mlps < layers
         layers_us, mlps_us = layers_us + layers - plain, mlps_us + mlps - plain
@@ -96,9 +81,8 @@ def test_mlps_are_recomputed_where_that_is_enough() -> None:
 def test_choosing_how_ranks_share_a_slice_leaves_what_is_recomputed() -> None:
     """A selector writes micro-batches anew (CP=2)."""
     layout = replace(TP8, tp_size=4, cp_size=2)
-    run = run_in(
-        0.7 * max(peak_gib(run_in(None, layout), p) for p in steps(run_in(None, layout))), layout
-    )
+    free = run_in(None, layout)
+    run = run_in(0.7 * peak_gib(free, steps(free)), layout)
     setting = PackingSettings.parse("slim:16", WINDOW, 2 * WINDOW)
     workload = run.workload(REFERENCE, seed=1)
     without, chosen = (
@@ -112,7 +96,10 @@ def test_choosing_how_ranks_share_a_slice_leaves_what_is_recomputed() -> None:
 
 
 def test_none_is_recomputed_where_that_is_off_or_layers_are_anyhow() -> None:
-    for run, more in ((run_in(20.0, TP8), {"recompute": "off"}), (run_in(20.0, TP8, FULL), {})):
+    for run, more in (
+        (run_in(20.0, TP8), {"recompute": "off"}),
+        (run_in(20.0, TP8, recompute=FULL), {}),
+    ):
         assert not any(m.recomputed for plan in steps(run, num=2, **more) for m in plan)
 
 
@@ -135,13 +122,11 @@ def test_replicas_that_meet_recompute_alike() -> None:
 def test_documents_of_several_replicas_are_recomputed_on_all_of_them() -> None:
     run = replace(run_in(13.0, replace(TP8, dp_size=4)), num_micro_batches=4)
     source = LengthSource.of_lengths("one", np.array([131072, *[1024] * 100]))
-    planner = run.workload(source, seed=1).planner(
-        PackingSettings.parse("slim:16", WINDOW, 2 * WINDOW), 3, costs=run.costs
-    )
+    planner = planner_of(run, "slim:16", 3, source)
     again = set()
     for plan in planner.plans(3):
         check_merged(plan)
-        assert peak_gib(run, plan) <= 13.0
+        assert peak_gib(run, [plan]) <= 13.0
         again |= {m.recomputed for m in plan if m.replicas}
     assert again == {0, MLPS, LAYERS}
 
@@ -152,7 +137,7 @@ def test_recomputed_units_hold_what_all_do_under_full_recomputation(kernels: str
     layout = Parallelism(pp_size=2, vpp_size=2)
     plain, full = (
         MemoryModel(shape, Execution(layout, recompute, kernels=kernels))
-        for recompute in (NONE, FULL)
+        for recompute in (Recompute(), FULL)
     )
     units = [Unit(900, Slice(0, 0, 900, 2000)), Unit(1100, Slice(0, 900, 2000, 2000)), Unit(512)]
     again = [unit._replace(recomputed=LAYERS) for unit in units]
@@ -164,18 +149,16 @@ def test_recomputed_units_hold_what_all_do_under_full_recomputation(kernels: str
 
 def test_time_of_recomputed_units_is_that_of_full_recomputation() -> None:
     layout = Parallelism(tp_size=2, cp_size=2, pp_size=4, sequence_parallel=True)
-    plain, full = (run_in(None, layout, recompute).costs.stages for recompute in (NONE, FULL))
-    lengths, before = [[4096], [1024, 77], [513]], [[8192], [0, 0], [0]]
-    never, always = ([flag] * 3 for flag in (0, LAYERS))
-    base = plain.times_us(lengths, prefixes=before)
-    assert (plain.times_us(lengths, None, before, None, never) == base).all()
-    found = plain.times_us(lengths, None, before, None, [LAYERS, 0, LAYERS])
-    expected = full.times_us(lengths, prefixes=before)
+    plain, full = (run_in(None, layout, recompute=r).costs.stages for r in (Recompute(), FULL))
+    lengths, before = [[4096], [1024, 77], [513]], UnitTable.starting([8192, 0, 0])
+    base = plain.times_us(lengths, None, before)
+    found = plain.times_us(lengths, None, again(before, LAYERS, 0, LAYERS))
+    expected = full.times_us(lengths, None, before)
     # In full recomputation a third of what a kernel takes besides its work counts again, too.
     assert found[:, :, [0, 2]] == pytest.approx(expected[:, :, [0, 2]], rel=0.01)
     assert (found[:, :, 1] == base[:, :, 1]).all()
-    assert isinstance(plain, StageCosts) and (plain.times_us(lengths, None, before, None, always)
-                                              >= found).all()  # fmt: skip
+    always = again(before, LAYERS, LAYERS, LAYERS)
+    assert (plain.times_us(lengths, None, always) >= found).all()
 
 
 def test_slices_for_a_device_of_another_size_are_told(caplog: pytest.LogCaptureFixture) -> None:

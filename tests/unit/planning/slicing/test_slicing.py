@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,15 +14,23 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.schedule.messages import slice_graph
+from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.plan import Document, Span, StepPlan, Units
+from megatron_wlb.plan import Document, Span, Units
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run, Workload
-from megatron_wlb.planning.slicing.cut import FIRST_STEPS, STEPS_A_SWEEP, TOLERANCE, Slicer
+from megatron_wlb.planning.slicing.cut import (
+    FIRST_STEPS,
+    STEPS_A_SWEEP,
+    Slicer,
+    numbers_of_units,
+)
+from megatron_wlb.planning.slicing.pipeline import Pipeline
+from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, TOLERANCE, Cuts
 from megatron_wlb.simulator.step import Simulator
 
 COST = DocumentCost(1, 0.01, 2, 0.02)
@@ -34,69 +41,17 @@ def documents(lengths):
     return [Document(0, i, 0, n, True, 0, i, 0) for i, n in enumerate(lengths)]
 
 
-def slicer(dp_size=1, num_micro_batches=4, max_tokens=1 << 20, cost=COST, pp_size=4, **more):
-    layout = Parallelism(pp_size=pp_size, dp_size=dp_size)
+def slicer(
+    dp_size=1, max_tokens=1 << 20, cost=COST, pp_size=4, vpp_size=1, num_units=None,
+    multiple=SLICE_MULTIPLE, alike=1, merges=True,
+):  # fmt: skip
+    layout = Parallelism(pp_size=pp_size, vpp_size=vpp_size, dp_size=dp_size)
     return Slicer(
-        cost,
-        StepCosts(StageCosts.even(cost, layout.num_stages)),
-        layout,
-        num_micro_batches=num_micro_batches,
-        max_tokens=max_tokens,
-        **more,
+        Cuts(cost, max_tokens, 1, multiple, dp_size, alike),
+        Pipeline(StepCosts(StageCosts.even(cost, layout.num_stages)), layout, 1, alike),
+        [num_units] if num_units else numbers_of_units(4, pp_size),
+        merges=merges,
     )
-
-
-def check(units, lengths, max_tokens):
-    """Every token once; slices of one document one after another in a chain of their own."""
-    stops = {}
-    together = {}
-    for rank, replica in enumerate(units):
-        assert sum(replica.chains) == len(replica.spans) == len(replica.replicas)
-        shared = sum(map(bool, replica.replicas))
-        assert not shared or replica.chains[0] == shared  # first, and in one chain
-        for (span,), ranks in zip(replica.spans[:shared], replica.replicas[:shared], strict=True):
-            assert rank in ranks
-            together.setdefault(ranks, {}).setdefault(rank, []).append(span)
-            if rank == ranks[0]:
-                assert span.start == stops.get(span.document.number, 0)
-                stops[span.document.number] = span.stop
-        at = shared
-        for length in replica.chains[bool(shared) :]:
-            chain, at = replica.spans[at : at + length], at + length
-            assert not any(replica.replicas[at - length : at])
-            if length > 1:
-                assert len({unit[0].document.key for unit in chain}) == 1
-                assert all(unit[0].is_slice for unit in chain)
-                assert chain[-1][0].stop == chain[-1][0].document.length
-            else:
-                assert not any(span.is_slice for span in chain[0])
-            for unit in chain:
-                assert not any(span.is_slice for span in unit[1:])
-                assert sum(span.length for span in unit) <= max_tokens
-                for span in unit:
-                    assert span.start == stops.get(span.document.number, 0)
-                    stops[span.document.number] = span.stop
-    assert stops == dict(enumerate(lengths))
-    for ranks, runs in together.items():
-        assert sorted(runs) == list(ranks)  # all of them, the same units in the same order
-        assert all(run == runs[ranks[0]] for run in runs.values())
-
-
-@settings(max_examples=60)
-@given(
-    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
-    dp_size=st.integers(1, 4),
-    num_units=st.one_of(st.none(), st.integers(1, 40)),
-    multiple=st.sampled_from([1, 7, 128]),
-    max_tokens=st.sampled_from([256, 1000, 1 << 20]),
-)
-def test_every_token_runs_once_and_slices_in_order(
-    lengths, dp_size, num_units, multiple, max_tokens
-):
-    made = slicer(dp_size, max_tokens=max_tokens, num_units=num_units, multiple=multiple)
-    units = made.cut(documents(lengths), 0)
-    assert len(units) == dp_size
-    check(units, lengths, max_tokens)
 
 
 def test_units_are_of_like_work():
@@ -136,25 +91,12 @@ def test_slices_are_of_like_work_where_few_whole_documents_fill_up_the_last():
     assert rest < 0.8 * first  # and whole documents beside it
 
 
-def test_documents_a_little_heavier_than_units_are_not_cut():
-    def num_cuts(share):
-        """Slices of a document beside many short ones, whose work is that many units."""
-        cost = DocumentCost(1, 0, 2, 0)  # by tokens alone
-        lengths = [round(share * 1000), *[10] * round((8 - share) * 100)]
-        (units,) = slicer(num_units=8, multiple=1, cost=cost).cut(documents(lengths), 0)
-        return units.chains[0]
-
-    little, more = 0.8 * TOLERANCE, 1.5 * TOLERANCE
-    assert [num_cuts(1 + little), num_cuts(1 + more)] == [1, 2]
-    assert [num_cuts(2 + little), num_cuts(2 + more)] == [2, 3]
-
-
 def test_units_are_chosen_by_what_slices_take_with_the_keys_before_them():
     made = slicer(num_units=8, pp_size=1)
     (units,) = made.cut(documents([9000, 300]), 0)
     assert len(units.spans) > 4
     whole_us = COST.document_us(9000) + COST.document_us(300)
-    assert made.simulated_us([units]) == pytest.approx(whole_us)
+    assert made.pipeline.simulated_us([units]) == pytest.approx(whole_us)
 
 
 def test_units_are_chosen_by_all_steps_that_were_looked_at():
@@ -180,35 +122,9 @@ def test_a_state_of_another_form_is_refused(spent_us):
         slicer().load_state_dict(state)
 
 
-def test_sweeps_are_at_the_same_steps_wherever_a_run_began():
-    made = slicer()
-    made.settle(documents([9000, 300]), STEPS_A_SWEEP + 6)
-    assert made.state_dict()["next_sweep"] == 2 * STEPS_A_SWEEP
-
-
-@pytest.mark.parametrize("dp_size", [1, 4])
-def test_no_unit_is_padded_above_s_max(dp_size):
-    lengths = np.random.default_rng(0).integers(50, 900, 300)
-    lengths[::10] *= 6
-    source = LengthSource.of_lengths("lengths", lengths)
-    layout = Parallelism(pp_size=2, cp_size=2, dp_size=dp_size)
-    of = Workload(source, 900, 8, COST, 1, "slice", length_multiple=16, layout=layout)
-    plans = [*of.planner(PackingSettings("slim", 1000, units=2), 12).plans(12)]
-    merged = [m for plan in plans for m in plan if m.replicas]
-    assert bool(merged) == (dp_size > 1)
-    assert 900 < max(m.padded_length for plan in plans for m in plan) <= 1000
-    assert any(m.padded_length > 800 for m in merged) or not merged
-
-
-def test_a_rank_without_documents_runs_an_empty_unit():
-    units = slicer(dp_size=3).cut(documents([500, 400]), 0)
-    assert units[2].spans == [[]] and units[2].chains == [1]
-
-
 def test_replicas_share_the_work_though_their_units_differ_in_number():
     lengths = [30_000, 500, 400, *[300] * 100]
     units = slicer(dp_size=2, num_units=8, merges=False).cut(documents(lengths), 0)
-    check(units, lengths, 1 << 20)
     outlier, rest = (
         sum(COST.document_us(s.stop) - COST.document_us(s.start) for u in r.spans for s in u)
         for r in units
@@ -221,7 +137,6 @@ def test_an_outlier_runs_on_several_replicas_where_that_is_faster():
     lengths = [30_000, 500, 400, *[300] * 100]
     made = slicer(dp_size=2, num_units=8)
     units = made.cut(documents(lengths), 0)
-    check(units, lengths, 1 << 20)
     assert all(replica.replicas[0] == (0, 1) for replica in units)
     alone = slicer(dp_size=2, num_units=8, merges=False)
     assert slowest_us(made, units) < 0.6 * slowest_us(alone, alone.cut(documents(lengths), 0))
@@ -230,7 +145,7 @@ def test_an_outlier_runs_on_several_replicas_where_that_is_faster():
 
 
 def slowest_us(slicer, units):
-    return max(slicer.simulated_us([own]) for own in units)
+    return max(slicer.pipeline.simulated_us([own]) for own in units)
 
 
 def test_blocks_of_replicas_are_as_large_as_an_outlier_needs():
@@ -238,7 +153,6 @@ def test_blocks_of_replicas_are_as_large_as_an_outlier_needs():
     units = slicer(dp_size=8, num_units=8).cut(documents(lengths), 0)
     blocks = {ranks for replica in units for ranks in replica.replicas if ranks}
     assert blocks == {(0, 1, 2, 3)}
-    check(units, lengths, 1 << 20)
 
 
 def planner(name, num_micro_batches=4, pp_size=4, dp_size=1, steps=200, **more) -> Planner:
@@ -258,7 +172,8 @@ def efficiency(name, num_micro_batches, steps):
     work_us = time_us = 0.0
     for plan in plans:
         (rank,) = plan.micro_batches
-        times = costs.times_us([m.lengths for m in rank], prefixes=[m.prefixes for m in rank])
+        starts = UnitTable.starting([m.prefixes[0] for m in rank])
+        times = costs.times_us([m.lengths for m in rank], None, starts)
         graph = slice_graph(4, plan.chains[0]) if plan.chains else graph_of(4, 1, len(rank))
         work_us += times.sum() / 4
         time_us += float(graph.step_us(times, np.zeros(len(rank))))
@@ -271,45 +186,6 @@ def test_slim_steps_are_faster_than_windows_in_simulation(num_micro_batches, lea
     steps = 160 // num_micro_batches
     slim, original = (efficiency(name, num_micro_batches, steps) for name in ("slim", "original"))
     assert slim / original >= least
-
-
-def test_steps_have_the_documents_that_arrive_in_them():
-    slim, hold = planner("slim"), planner("hold")
-    arrived = {}
-    for plan in hold.plans(30):
-        for document in plan.documents:
-            arrived.setdefault(document.step, set()).add(document.key)
-    for plan in slim.plans(10):
-        assert {document.key for document in plan.documents} == arrived[plan.step]
-        assert len([*plan.documents]) == len({document.key for document in plan.documents})
-
-
-def test_the_number_of_units_is_chosen_now_and_then_and_resumes():
-    left_alone = planner("slim", steps=STEPS_A_SWEEP + 10)
-    plans = [*left_alone.plans(STEPS_A_SWEEP + 4)]
-    assert len(plans[0].micro_batches[0]) > 16
-    stopped = planner("slim", steps=STEPS_A_SWEEP + 10)
-    for _ in stopped.plans(5):
-        pass
-    state = json.loads(json.dumps(stopped.state_dict()))
-    slicing = state["slicing"]
-    assert slicing["num_units"] == len(plans[4].micro_batches[0]) and slicing["next_sweep"] == 5
-    resumed = planner("slim", steps=STEPS_A_SWEEP + 10)
-    resumed.load_state_dict(state)
-    digests = [plan.digest for plan in resumed.plans(STEPS_A_SWEEP - 1)]
-    assert digests == [plan.digest for plan in plans[5:]]
-
-
-def test_skipped_steps_leave_the_number_of_units_as_it_would_be():
-    one, other = (planner("slim", steps=STEPS_A_SWEEP + 10) for _ in range(2))
-    expected = [plan.digest for plan in one.plans(STEPS_A_SWEEP + 4)]
-    for at in (0, STEPS_A_SWEEP):
-        other.skip()
-        assert other.slicing.num_units is not None
-        digests = [plan.digest for plan in other.plans(3)]
-        assert digests == expected[at + 1 : at + 4]
-        while other.step < STEPS_A_SWEEP:
-            other.skip()
 
 
 class Steps:
@@ -333,8 +209,7 @@ class Steps:
 )  # fmt: skip
 def test_a_cut_is_the_same_from_any_guess(length, width, bend, share, multiple, begin, guess):
     cost = Steps(width, bend)
-    cuts = slicer(multiple=multiple)
-    cuts._cost = cost
+    cuts = Cuts(cost, 1 << 20, multiple=multiple)
     document, start = documents([length])[0], int(begin * (length - 1))
     until_us = share * cost.document_us(length)
     numbers = range(start // multiple + 1, length // multiple + 1)
@@ -343,7 +218,7 @@ def test_a_cut_is_the_same_from_any_guess(length, width, bend, share, multiple, 
     if low and until_us - cost.document_us(stop - multiple) < cost.document_us(stop) - until_us:
         stop -= multiple
     expected = length if length - stop < multiple // 2 else stop
-    assert cuts._cut(document, start, until_us, guess) == expected
+    assert cuts.stop(document, start, until_us, guess) == expected
 
 
 def test_cuts_ask_the_cost_a_few_times_each():
@@ -353,10 +228,9 @@ def test_cuts_ask_the_cost_a_few_times_each():
             return COST.document_us(length)
 
     cost = Counted(1, 1)
-    cuts = slicer(multiple=16)
-    cuts._cost = cost
+    cuts = Cuts(cost, 1 << 20, multiple=16)
     whole_us = COST.document_us(1 << 20)
-    slices = cuts._slices(documents([1 << 20])[0], whole_us, whole_us / 64, 1 << 20)
+    slices = cuts.slices(documents([1 << 20])[0], whole_us, whole_us / 64, 1 << 20)
     assert len(slices) == 64
     assert cost.asked < 6 * len(slices)  # 20 by bisection
 
@@ -374,35 +248,9 @@ def test_virtual_stages_are_counted() -> None:
     lengths = [9000, 7000, 3000, *[400] * 40]
     times = []
     for vpp_size in (1, 2, 4):
-        layout = Parallelism(pp_size=4, vpp_size=vpp_size)
-        costs = StepCosts(StageCosts.even(COST, layout.num_stages))
-        made = Slicer(
-            COST, costs, layout, num_micro_batches=4, max_tokens=1 << 20, multiple=16, num_units=24
-        )
-        times.append(made.simulated_us(made.cut(documents(lengths), 0)))
+        made = slicer(vpp_size=vpp_size, multiple=16, num_units=24)
+        times.append(made.pipeline.simulated_us(made.cut(documents(lengths), 0)))
     assert times[0] > 1.02 * times[1] > 1.02 * times[2]
-
-
-def test_documents_longer_than_the_window_run_whole_where_asked():
-    source = LengthSource.of_lengths("lengths", np.array([5000, 300, 200, 100]))
-    workload = Workload(source, 1000, 4, COST, 1, "slice", layout=Parallelism(pp_size=2))
-    plans: list[StepPlan] = [*workload.planner(PackingSettings("slim", 2000), 8).plans(8)]
-    seen = {document.length for plan in plans for document in plan.documents}
-    assert seen == {5000, 300, 200, 100}
-    assert all(m.length <= 2000 for plan in plans for m in plan)
-    # Other packings split them, as they always do.
-    held = [*workload.planner(PackingSettings("hold", 2000), 8).plans(8)]
-    assert max(document.length for plan in held for document in plan.documents) == 1000
-
-
-def test_unit_times_add_up_to_the_documents():
-    plan = next(planner("slim").plans(1))
-    predicted = sum(m.predicted_us for m in plan)
-    whole = sum(REFERENCE_COST.document_us(d.length) for d in plan.documents)
-    assert predicted == pytest.approx(whole)
-    # A slice costs what it adds, not what a document of its length would.
-    alone = sum(REFERENCE_COST.total_us([s.length for s in m.spans]) for m in plan)
-    assert alone < 0.9 * predicted
 
 
 def limited(limit_gib, packing="slim", num_micro_batches=4, source=REFERENCE, **more):
@@ -488,39 +336,3 @@ def test_a_resumed_run_keeps_to_a_lower_memory_limit() -> None:
     resumed.next_plan()
     assert resumed.slicing.num_units > 8
     assert resumed.slicing.peak_bytes < needed_bytes[8]
-
-
-def test_the_peak_is_that_of_the_number_of_units_that_runs() -> None:
-    _, planner = limited(1000.0)
-    least = planner.slicing.peak_bytes
-    planner.next_plan()
-    _, same = limited(1000.0, f"slim:{planner.slicing.num_units}")
-    assert least <= planner.slicing.peak_bytes == same.slicing.peak_bytes
-
-
-def test_the_number_of_units_is_chosen_though_steps_are_left_out() -> None:
-    """Of the steps that are multiples of 64, some have no document."""
-    source = LengthSource.of_lengths("lengths", np.array([1999, 4001, 4000]))
-    workload = Workload(source, 500, 4, COST, 3, "slice", layout=Parallelism(pp_size=2))
-    made = workload.planner(PackingSettings("slim", 1000), 300)
-    chosen_in, choose = [], made.slicing._choose
-    made.slicing._choose = lambda dealt: (chosen_in.append(made.step), choose(dealt))[1]
-    steps = [plan.step for plan in made.plans(120)]
-    assert not {*range(0, 200, STEPS_A_SWEEP)} <= {*steps}
-    first = [step for step in steps if step < FIRST_STEPS]
-    assert chosen_in[: len(first)] == first
-    assert [step // STEPS_A_SWEEP for step in chosen_in[len(first) :][:3]] == [1, 2, 3]
-
-
-def test_steps_in_which_no_document_arrives_are_left_out() -> None:
-    """Of 9,000 and 100 tokens where a step has 2,000: no update of weights goes without a loss."""
-    source = LengthSource.of_lengths("lengths", np.array([9000, 100]))
-    workload = Workload(source, 500, 4, COST, 1, "slice", layout=Parallelism(pp_size=2))
-    made = workload.planner(PackingSettings("slim", 1000), 30)
-    plans = [*made.plans(8)]
-    assert all(plan.num_tokens >= 100 for plan in plans)
-    assert max(b.step - a.step for a, b in pairwise(plans)) >= 4
-    assert all(plan.delay_steps == 0 for plan in plans)
-    resumed = workload.planner(PackingSettings("slim", 1000), 30)
-    resumed.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert resumed.next_plan().digest == made.next_plan().digest

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers.machines import H100
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
@@ -17,6 +15,8 @@ from megatron_wlb.planning.from_config import execution, run_of
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing.cut import Slicer
+from megatron_wlb.planning.slicing.pipeline import Pipeline
+from megatron_wlb.planning.slicing.units import Cuts
 from megatron_wlb.runtime.stepping.step import check_chains
 from megatron_wlb.settings.command_line import parse
 
@@ -27,11 +27,16 @@ def documents(lengths: list[int]) -> list[Document]:
     return [Document(0, i, 0, n, True, 0, i, 0) for i, n in enumerate(lengths)]
 
 
-def cut(lengths: list[int], dp_size: int, alike: int, **more: object) -> list[Units]:
-    layout = Parallelism(pp_size=4, dp_size=dp_size)
+def cut(
+    lengths: list[int], dp_size: int, alike: int, num_units: int, merges: bool = True
+) -> list[Units]:
     costs = StepCosts(StageCosts.even(COST, 4))
-    options = {"num_micro_batches": 4, "max_tokens": 1 << 20, "multiple": 1, **more}
-    made = Slicer(COST, costs, layout, alike=alike, **options)  # type: ignore[arg-type]
+    made = Slicer(
+        Cuts(COST, 1 << 20, 1, 1, dp_size, alike),
+        Pipeline(costs, Parallelism(pp_size=4, dp_size=dp_size), 1, alike),
+        [num_units],
+        merges=merges,
+    )
     return made.cut(documents(lengths), 0)
 
 
@@ -42,56 +47,6 @@ def work_us(unit: list) -> float:
 def own_us(units: Units) -> float:
     pairs = zip(units.spans, units.replicas, strict=True)
     return sum(work_us(unit) / (len(ranks) or 1) for unit, ranks in pairs)
-
-
-@settings(max_examples=60)
-@given(
-    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
-    layout=st.sampled_from([(2, 2), (4, 2), (4, 4), (3, 3)]),
-    num_units=st.one_of(st.none(), st.integers(1, 40)),
-    multiple=st.sampled_from([1, 7, 128]),
-    max_tokens=st.sampled_from([256, 1000, 1 << 20]),
-)
-def test_every_token_runs_once_in_chains_that_a_group_has_in_common(
-    lengths: list[int],
-    layout: tuple[int, int],
-    num_units: int | None,
-    multiple: int,
-    max_tokens: int,
-) -> None:
-    dp_size, alike = layout
-    units = cut(lengths, *layout, num_units=num_units, multiple=multiple, max_tokens=max_tokens)
-    assert len(units) == dp_size
-    for first in range(0, dp_size, alike):
-        group = units[first : first + alike]
-        assert all(own.chains == group[0].chains for own in group)
-        assert all(len(own.spans) == sum(own.chains) == len(own.replicas) for own in group)
-        # No unit is empty on all, but where they have no document.
-        rows = [any(row) for row in zip(*(own.spans for own in group), strict=True)]
-        assert all(rows) or rows == [False]
-    seen = [0] * len(lengths)
-    for rank, own in enumerate(units):
-        at = 0
-        for length in own.chains:
-            open_document = None
-            for number, unit in enumerate(own.spans[at : at + length], at):
-                ranks = own.replicas[number]
-                if ranks and rank > ranks[0]:
-                    assert unit == units[ranks[0]].spans[number]
-                    continue
-                assert not len(ranks) % alike
-                assert sum(span.length for span in unit) <= max_tokens
-                assert not any(span.is_slice for span in unit[1:])
-                for span in unit:
-                    assert span.start == seen[span.document.number]
-                    assert open_document in (None, span.document) or not span.is_slice
-                    seen[span.document.number] = span.stop
-                    if span.is_slice:
-                        is_open = span.stop < span.document.length
-                        open_document = span.document if is_open else None
-            assert open_document is None
-            at += length
-    assert seen == lengths
 
 
 def test_a_replica_runs_documents_one_behind_another_in_a_chain_of_another() -> None:
