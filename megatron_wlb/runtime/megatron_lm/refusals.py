@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
@@ -28,16 +27,12 @@ _NAMES = {
 """Flags whose attributes are not called as they are."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """Megatron's arguments as they were typed: those that conditions below ask for, by name.
+class Given(argparse.Namespace):
+    """Megatron's arguments as they were typed; those that conditions below ask for have a type.
 
     What this version does not have, or was not given, has the default here.
     """
 
-    args: argparse.Namespace
-    form: str = "{} does not work with --wlb-packing:"
-    """How a line begins, with the flag in the braces."""
     world_size: int = 1
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -81,15 +76,16 @@ class Given:
     eval_interval: int | None = None
     wlb_host_gib: float | None = None
 
-    @classmethod
-    def of(cls, args: argparse.Namespace, form: str = "") -> Given:
-        known = {f.name: getattr(args, f.name, None) for f in fields(cls)[2:]}
-        found = cls(args, **{name: v for name, v in known.items() if v is not None})
-        return replace(found, form=form) if form else found
+    def __init__(
+        self, args: argparse.Namespace, form: str = "{} does not work with --wlb-packing:"
+    ) -> None:
+        """``form`` is how a line begins, with the flag in the braces."""
+        super().__init__(**{name: v for name, v in vars(args).items() if v is not None})
+        self.form = form
 
     def value(self, name: str) -> Any:
         """What a flag says; None where it was not given."""
-        return getattr(self.args, attribute(name), None)
+        return getattr(self, attribute(name), None)
 
     def begins(self, name: str) -> str:
         """The flag as it was typed, in the form."""
@@ -456,23 +452,23 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
     """
     refuse_all([*_refusals(args), *others])
     stored = STORED if _has_strategies(args) else ()
-    needless = lines((*NO_EFFECT, *stored), Given.of(args, "{} has no effect with --wlb-packing:"))
-    for line in (*needless, *lines(TOLD, Given.of(args, "{}:"))):
+    needless = lines((*NO_EFFECT, *stored), Given(args, "{} has no effect with --wlb-packing:"))
+    for line in (*needless, *lines(TOLD, Given(args, "{}:"))):
         logger.warning("%s", line)
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
-    yield from lines(REFUSALS, Given.of(args))
+    yield from lines(REFUSALS, Given(args))
     yield from of_packing(args, getattr(args, "wlb_packing", None))
     if _has_strategies(args):
-        yield from lines(OF_STRATEGIES, Given.of(args, "{} does not work with --wlb-strategies:"))
+        yield from lines(OF_STRATEGIES, Given(args, "{} does not work with --wlb-strategies:"))
 
 
 def of_packing(args: argparse.Namespace, packing: str | None) -> Iterator[str]:
     """Lists the flags that cannot run with a packing."""
     cannot = kind_in(packing).cannot if packing else {}
     rows = (Refusal[Given](flag, given, reason) for flag, reason in cannot.items())
-    return lines(rows, Given.of(args))
+    return lines(rows, Given(args))
 
 
 def of_choice(args: argparse.Namespace, packing: str) -> Iterator[str]:
@@ -497,7 +493,7 @@ def turn_off(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     if _has_strategies(args):
         vars(args).update(dict.fromkeys((attribute(row.name) for row in STORED), False))
-    if _gathers_tokens(Given.of(args), getattr(args, "moe_token_dispatcher_type", None)):
+    if _gathers_tokens(Given(args), getattr(args, "moe_token_dispatcher_type", None)):
         args.moe_token_dispatcher_type = "alltoall"
     if getattr(args, "multi_latent_attention", False):
         args.apply_rope_fusion = False

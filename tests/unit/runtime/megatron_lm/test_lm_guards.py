@@ -88,7 +88,7 @@ def test_each_row_refuses_a_setting_that_no_other_row_refuses(
     needed = {} if run else NEEDED.get(key, {})
     values = (True, -1, 2, "torch", "another") if row.name else (None,)
     tried = (FINE | run | {refusals.attribute(row.name or "--"): v} | needed for v in values)
-    refused = (lines(g) for g in tried if row.line(refusals.Given.of(argparse.Namespace(**g))))
+    refused = (lines(g) for g in tried if row.line(refusals.Given(argparse.Namespace(**g))))
     (line,) = next(told for told in refused if len(told) == 1)
     assert line.startswith(row.name) and line.endswith(row.remedy)
     assert lines(FINE | run) == []
