@@ -27,7 +27,7 @@ class Baseline:
     """What gains are over: `original` on the same documents, layout and machine."""
 
     original: Outcome
-    """With the recomputation that it needs to fit memory, if the run's is too little."""
+    """The run, with the recomputation that it needs to fit memory, if the run's is too little."""
     stock: Outcome | None
     """The same with all communication overlapped that Megatron can overlap and plans cannot; None
     where there is no more to overlap."""

@@ -35,7 +35,7 @@ WARM_UP_STEPS = 20
 STEPS = 40
 """Steps that count, if nothing else is asked for."""
 SEED = 1234
-"""Of the documents' order, as Megatron's ``--seed`` has it."""
+"""Seed of the documents' order, as Megatron's ``--seed`` has it."""
 EXAMPLE_STEPS = 6
 """Steps whose micro-batches are kept, to be drawn."""
 PARTS = 4
@@ -104,7 +104,7 @@ class Outcome:
     setting: PackingSettings
     sharding: Sharding
     metrics: PackingMetrics
-    """Of the packing, by the modelled times of micro-batches before sharding."""
+    """Measures of the packing, by the modelled times of micro-batches before sharding."""
     step_us: float
     """Mean."""
     tokens_per_s: float

@@ -56,7 +56,7 @@ class Way(NamedTuple):
     """How a step is cut."""
 
     num_units: int
-    """Those of a data-parallel rank that are aimed at."""
+    """Number to aim at on each data-parallel rank."""
     divided: bool = False
     """Whether context-parallel ranks divide keys and values."""
     windows: int = 0
@@ -99,7 +99,7 @@ class Slicer:
         self._peaks_bytes: dict[Way, float] = {}
         self._tight: set[Way] = set()  # with which something may be recomputed
         self.ways = [Way(number, several and cache == "divided") for number in numbers]
-        """Those that are tried."""
+        """What is tried."""
         if pipeline.memory is not None:
             may_divide = several and cache == "auto"
             self.ways = self._fitting(pipeline.memory.limit_bytes, may_divide)

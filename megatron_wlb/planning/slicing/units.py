@@ -113,7 +113,7 @@ class Cuts:
     """Deals documents to replicas, and lays them out in units."""
 
     cost: CostModel
-    """Of documents. A slice takes what its document takes up to its end and not to its beginning.
+    """What documents take. A slice takes what its document does to its end, not to its beginning.
     """
     max_tokens: int
     """S_max: no unit is longer."""

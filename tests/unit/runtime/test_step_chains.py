@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from itertools import repeat
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.workload import make_workload
 
+from megatron_wlb.cost.slices import NOTHING
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.runtime.ranks import watchdog
-from megatron_wlb.runtime.stepping.step import _noted, check_chains
+from megatron_wlb.runtime.stepping.step import StepRunner, check_chains
 
 LONG, SHORT, OTHER = make_workload([[10, 4, 9]], 50).steps[0]
 HEAD, MIDDLE, TAIL = Span(LONG, 0, 1), Span(LONG, 1, 7), Span(LONG, 7, 10)
@@ -77,18 +82,34 @@ def test_chains_that_do_not_fit_are_refused(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@dataclasses.dataclass
+class Sequences:
+    ahead: None = None
+
+
+class Chunk(torch.nn.Linear):
+    def forward(self, **_: object) -> torch.Tensor:
+        return super().forward(torch.ones(1))
+
+
 def test_passes_say_where_the_step_is() -> None:
     """By micro-batch and chunk: the forward as it begins, the backward as its gradient comes."""
-    chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
-    run = _noted(lambda _, model: (model(torch.ones(1)), None), chunks, [False] * 3, "step 7")
+    chunks = [Chunk(1, 1), Chunk(1, 1)]
+    model = SimpleNamespace(chunks=chunks, config=SimpleNamespace(timers=None))
+    batch = SimpleNamespace(
+        tokens=None, position_ids=None, labels=None, ahead=None, packed_seq_params=Sequences()
+    )
+    runner: Any = SimpleNamespace(model=model)
+    step = StepRunner._forward_step(runner, [NOTHING] * 3, "step 7")
+    run = partial(step, repeat(batch))
     before = watchdog._place
     try:
-        run(iter(()), chunks[1])
+        run(chunks[1])
         assert str(watchdog._place) == "step 7: forward of micro-batch 0 of 3, chunk 1"
-        run(iter(()), chunks[0])
-        output, _ = run(iter(()), chunks[1])
+        run(chunks[0])
+        output, _ = run(chunks[1])
         assert str(watchdog._place) == "step 7: forward of micro-batch 1 of 3, chunk 1"
-        run(iter(()), chunks[0])
+        run(chunks[0])
         output.backward()
         assert str(watchdog._place) == "step 7: backward of micro-batch 1 of 3, chunk 1"
     finally:
