@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from helpers.plans import scatter_for
 from helpers.ranks import build_runner, build_trainer
 from helpers.workload import make_workload
-from megatron_wlb.cost.slices import HOST, LAYERS
+from megatron_wlb.cost.slices import HOST, LAYERS, NOTHING, Recomputed
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.settings.config import Config
@@ -62,7 +62,7 @@ def measure_step(
     chains: Sequence[int] = (),
     recomputed: Collection[int] = (),
     divided: bool = False,
-    what: int = LAYERS,
+    what: Recomputed = LAYERS,
 ) -> MeasuredMemory:
     """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
 
@@ -92,7 +92,7 @@ def measure_step(
                     sum(own) + pad,
                     1.0,
                     Sharding("per-document"),
-                    recomputed=what if index in recomputed else 0,
+                    recomputed=what if index in recomputed else NOTHING,
                     divided=divided and spans[0].is_slice,
                 )
             )

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from helpers.workload import Workload, run_alike, scatter, slice_up
-from megatron_wlb.cost.slices import HOST, LAYERS, MLPS
+from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.settings.config import Config
@@ -138,13 +138,15 @@ class Changed:
         return "-".join(one.__name__ for one in (self.make, *self.changes))
 
 
-def half_recomputed(plan: StepPlan, what: int = LAYERS) -> StepPlan:
+def half_recomputed(plan: StepPlan, what: Recomputed = LAYERS) -> StepPlan:
     """The same, ``what`` of every second micro-batch recomputed: by place, or by number of those
     that several replicas run together.
     """
     ranks = [
         tuple(
-            dataclasses.replace(m, recomputed=(0 if (m.index if m.replicas else at) % 2 else what))
+            dataclasses.replace(
+                m, recomputed=(NOTHING if (m.index if m.replicas else at) % 2 else what)
+            )
             for at, m in enumerate(own)
         )
         for own in plan.micro_batches

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.texts import write_texts
 from megatron_lm_runs import BOTH, PP2, SLICES, launch
-from trainer_runs import finish
+from rank_runs import finish
 
 import megatron_wlb
 from megatron_wlb.runtime.gpt.attention.kernels import torch_cpu

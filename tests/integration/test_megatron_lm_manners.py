@@ -100,7 +100,7 @@ def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path:
 
 
 def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
-    flags = BOTH | {"data_path": corpus, "wlb_packing": "hold"}
+    flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "train_iters": 1}
     flags |= {"fp4_format": "e2m1", "bf16": True, "no_rope_fusion": None, "qk_clip": True}
     ended = launch(tmp_path, 1, flags | {"eval_interval": None}).wait()
     assert ended.code == ConfigError.exit_code
