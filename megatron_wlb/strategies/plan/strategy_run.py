@@ -232,7 +232,7 @@ class StrategyRun:
         """What chooses how replicas with context parallelism divide micro-batches, by scheme."""
         found = {}
         for scheme in dict.fromkeys(scheme for scheme, _ in self.layouts):
-            own = self.replica_config(scheme)
+            own = _alone(self.config, scheme)
             run = run_of(own, self.padded_vocab_size, 1)
             selector = cp_selector(own, run, own.data.seq_length)
             if selector is not None:
@@ -242,9 +242,15 @@ class StrategyRun:
 
 def _refusals(config: Config, scheme: Scheme) -> Iterator[str]:
     """Why a replica of the scheme could not run."""
+    return guards.refusals(_alone(config, scheme), scheme.num_ranks)
+
+
+def _alone(config: Config, scheme: Scheme) -> Config:
+    """Settings of a replica with as many windows as any pipeline of it runs, whatever the run has:
+    the step's documents are divided over replicas.
+    """
     training = dataclasses.replace(config.training, global_batch_size=scheme.pp_size)
-    alone = dataclasses.replace(_replica_config(config, scheme), training=training)
-    return guards.refusals(alone, scheme.num_ranks)
+    return dataclasses.replace(_replica_config(config, scheme), training=training)
 
 
 def _replica_config(config: Config, scheme: Scheme) -> Config:

@@ -81,6 +81,12 @@ def test_strategies_that_cannot_run_are_refused(
         StrategyRun.of(settings(tmp_path, text), CORPORA, num_ranks)
 
 
+def test_replica_with_virtual_stages_takes_any_global_batch(tmp_path: Path) -> None:
+    """Also where the batch of 3 windows would not divide over its pipeline's stages."""
+    run = StrategyRun.of(settings(tmp_path, "cp2pp2vpp3:256"), CORPORA, 4)
+    assert [*run.selectors] == [Scheme(1, 2, 2, 3)]
+
+
 def test_numbers_of_processes_are_checked_before_megatron_divides_by_them(tmp_path: Path) -> None:
     config = settings(tmp_path, "2*tp1:256", num_devices=2)
     with pytest.raises(ConfigError, match="is for 2 devices, but 3 processes were started"):
