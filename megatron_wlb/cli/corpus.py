@@ -18,6 +18,7 @@ from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
 from megatron_wlb.planning.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.reading import text_of_flag, whole_number
+from megatron_wlb.settings.megatron import TrainingConfig
 
 _EPILOG = f"""\
 what a document is:
@@ -125,8 +126,9 @@ def _stats(args: argparse.Namespace) -> int:
     window = REFERENCE_WINDOW if args.window is None else args.window
     documents = source(args, window)
     whole_number("--windows", args.windows, 1)
+    seed = TrainingConfig.seed if args.seed is None else args.seed
     statistics = LengthStatistics.of(
-        documents.lengths(args.windows, window=window, seed=args.seed), window
+        documents.lengths(args.windows, window=window, seed=seed), window
     )
     if args.plot:
         from megatron_wlb.study.plot import plot_lengths

@@ -196,5 +196,5 @@ def check_file(flag: str, path: Path | None) -> None:
 def check_picture(flag: str, path: Path | None) -> None:
     """As :func:`check_file`, and raises :class:`ConfigError` for an ending that is no picture's."""
     if path is not None and path.suffix.lower() not in ("", ".png", ".svg"):
-        raise ConfigError(f"{flag} {path} is no picture; call it .png or .svg")
+        raise ConfigError(f"{flag} {path} is not a picture; name it .png or .svg")
     check_file(flag, path)

@@ -214,8 +214,8 @@ def _space(
     if args.num_devices > node and args.num_devices % node:
         whole = args.num_devices // node * node
         raise ConfigError(
-            f"--num-devices {args.num_devices} are no whole nodes of {node}, and torchrun starts "
-            f"equally many on each; give {whole} or {whole + node}"
+            f"--num-devices is {args.num_devices}, but nodes have {node} devices each, and "
+            f"torchrun fills whole nodes; give {whole} or {whole + node}"
         )
     recompute = [args.recompute] if args.recompute else RECOMPUTE
     return Space(

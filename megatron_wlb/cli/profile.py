@@ -94,7 +94,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _profile(args: argparse.Namespace) -> int:
     out: Path = args.out
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--out {out} is no YAML file; end it in .yaml")
+        raise ConfigError(f"--out {out} is not a YAML file; let its name end in .yaml")
     if out.exists() and not args.force:
         raise ConfigError(f"--out {out} exists; choose another name, or --force to replace it")
     output.check_file("--out", out)

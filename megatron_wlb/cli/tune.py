@@ -76,7 +76,9 @@ def _run(args: argparse.Namespace) -> int:
     documents = job.documents
     number, *others = job.numbers
     if others:
-        raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
+        raise ConfigError(
+            f"--num-micro-batches has {number} and {others[0]}; wlb tune takes one number"
+        )
     run = job.run(number)
     max_tokens, steps = job.max_tokens(run), job.steps(run.step_tokens)
     if documents.num_documents < MIN_TO_SPLIT:

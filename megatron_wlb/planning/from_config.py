@@ -422,8 +422,8 @@ def cp_selector(config: Config, run: Run, longest: int) -> Selector | None:
     profile = run.measured_attention
     if profile is None:
         logger.info(
-            "CP shardings are chosen by whole tiles at the rate of %s, which has no table of %s "
-            "attention with heads of %d; `wlb profile` measures one",
+            "%s has no table of %s attention with heads of %d, so CP shardings are chosen by whole "
+            "tiles at its rate; `wlb profile` measures a table",
             config.wlb.wlb_hardware,
             run.dtype,
             run.shape.kv_channels,

@@ -43,8 +43,9 @@ def windowed_layers(model: ModelConfig) -> list[bool]:
     # TransformerEngine takes any right side as 0; Megatron's own attention looks ahead with it.
     if len(size) != 2 or size[1] != 0 or not 0 <= size[0] <= MOST_TOKENS:
         raise ConfigError(
-            f"--window-size is {','.join(map(str, size))}; give W,0: W keys before a query's own, "
-            f"of 0 to {MOST_TOKENS}, and none behind it, as attention is causal"
+            f"--window-size is {','.join(map(str, size))}; give W,0, where W is the number of "
+            f"keys before a query's own, from 0 to {MOST_TOKENS}; attention is causal, so no key "
+            "comes behind it"
         )
     return [True] * model.num_layers if given is None else _pattern(given, model.num_layers)
 

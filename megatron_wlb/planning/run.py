@@ -288,9 +288,9 @@ class Workload(_Batch):
             memory = memory._replace(recomputes=False)
         if costs and memory and memory.host_bytes and costs.stages.host is None:
             raise ConfigError(
-                f"--wlb-host-gib is {memory.model.execution.host_gib:g}, but --wlb-hardware has no "
-                "figure host_link_gb_s, by which copies to the host are simulated; add it to the "
-                "file, or leave the flag out"
+                f"--wlb-host-gib is {memory.model.execution.host_gib:g}, but the file of "
+                "--wlb-hardware lacks host_link_gb_s, the speed of copies to the host; add it, or "
+                "leave the flag out"
             )
         multiple = slice_multiple(self.window, packing.slice_multiple)
         most, padded, alike = made.limits.max_tokens, self.length_multiple, self.alike

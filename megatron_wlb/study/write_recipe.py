@@ -120,8 +120,8 @@ def check_model(flags: Flags, shape: ModelShape) -> None:
     unlike = [f.name for f in fields(shape) if getattr(built, f.name) != getattr(shape, f.name)]
     if unlike:
         raise ConfigError(
-            f"no command is printed, as flags of Megatron-LM make another model, in "
-            f"{', '.join(unlike)}; give --model training settings that say it"
+            f"Megatron-LM's flags cannot describe {', '.join(unlike)} of this model, so there is "
+            "no command to print; give --model a file of training settings that do"
         )
 
 

@@ -171,7 +171,7 @@ def hold_to(
 def soaks(draw: st.DrawFn, num_steps: int = 40, packing: str | None = None) -> Soak:
     """Draws one to three corpora of uneven documents, many of them longer than the window."""
     layout, multiple, each = draw(layouts(packing in AUTO))
-    window = draw(st.integers(2, 40))
+    window = draw(st.integers(max(2, multiple // 2), 40))  # the default S_max is two windows
     is_slim = (packing or "").startswith("slim")
     longest = (5 if is_slim else draw(st.sampled_from([1, 2, 5]))) * window
     num_corpora = draw(st.integers(1, 3))

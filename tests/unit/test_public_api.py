@@ -96,7 +96,7 @@ def test_simulated_step_is_of_the_planned_documents() -> None:
         ([1.5], {}, "holds float64"),
         ("no/such/corpus", {}, "no/such/corpus"),
         ([3], {"packing": "holt"}, "hold"),
-        ([3], {"packing": "wlb:x"}, "no number of batches"),
+        ([3], {"packing": "wlb:x"}, "not a number of batches"),
         ([3], {"window": 1}, "window is 1"),
         ([3], {"seed": -1}, "seed is -1"),
         ([3], {"max_tokens": 63}, "63"),

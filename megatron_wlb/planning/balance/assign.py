@@ -6,7 +6,7 @@ Departures from the paper, with their reasons:
 * A replica's time is that of the simulated schedule. The paper's ``max · (PP - 1 + V)`` is an upper
   bound that is several times too high where micro-batches are unlike.
 * Micro-batches are packed by LPT instead of an ILP, which takes a hundred times the time and is no
-  faster in the mean (docs/hydraulis.md).
+  faster in the mean (docs/results/hydraulis.md).
 
 Legend: ``B`` documents, in descending order of length; ``V`` micro-batches of a replica.
 """

@@ -89,7 +89,9 @@ class Scheme:
         pairs = _SIZE.findall(sizes)
         given = {f"{name}_size": int(size) for name, size in pairs}
         if not pairs or len(given) < len(pairs) or "".join(map("".join, pairs)) != sizes:
-            raise ConfigError(f"{shown(text)} is no scheme; give each size once, such as tp4cp2pp2")
+            raise ConfigError(
+                f"{shown(text)} is not a layout; give each size once, such as tp4cp2pp2"
+            )
         return cls(**given, sliced=sizes != text)
 
 

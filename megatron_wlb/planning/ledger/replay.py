@@ -28,8 +28,9 @@ def replay(history: History) -> int:
     """
     if history.base.iteration:
         raise ConfigError(
-            f"{history.path} begins after step {history.base.iteration}, whose state is not known; "
-            "only a ledger from the first step on can be planned again"
+            f"{history.path} begins after step {history.base.iteration}, and the "
+            "planner's state at that step is unknown; only a ledger from the first step on can be "
+            "planned again"
         )
     planner: Plans | None = None
     number = -1

@@ -119,7 +119,7 @@ class HoldPacker(Packer):
         look_ahead: int = 0,
     ) -> None:
         if not tau >= 1:
-            raise ConfigError(f"tau is {tau}; give at least 1, which is perfect balance")
+            raise ConfigError(f"--wlb-hold-tau is {tau}; give at least 1, which is perfect balance")
         whole_number("look_ahead", look_ahead, 0, MOST_STEPS_AHEAD)
         if delay_price is None:
             delay_price = LOOK_AHEAD_DELAY_PRICE if look_ahead else DELAY_PRICE

@@ -176,9 +176,9 @@ class PackingSettings:
         short = number.isdecimal() and len(number) <= len(str(MOST_STEPS_AHEAD))
         if not (short and kind.least <= int(number) <= MOST_STEPS_AHEAD):
             raise ConfigError(
-                f"packing {said}: {shown(number)} is no number of batches, queues, steps or units, "
-                f"at most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or "
-                "slim:32"
+                f"packing {said}: {shown(number)} is not a number of batches, queues, steps or "
+                f"units from {kind.least} to {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, "
+                "wlb:3, hold:2 or slim:32"
             )
         if not kind.number:
             raise ConfigError(f"packing {said}: it takes no number; leave it out")
@@ -196,8 +196,8 @@ class PackingSettings:
         """
         if config.wlb_packing == CHOSEN:
             raise ConfigError(
-                "--wlb-packing is auto, which a run chooses as it starts, but these are settings "
-                "without a run; give original, hold or slim"
+                "--wlb-packing is auto, but only a run can choose a packing, as it starts; give "
+                "original, hold or slim"
             )
         values = {f.name: getattr(config, _configured(f.name)) for f in fields(cls)}
         values |= {"max_tokens": max_tokens, "shaped": config.wlb_shape == "on"}

@@ -71,7 +71,7 @@ def newest_settings(args: argparse.Namespace) -> dict[str, Any]:
     try:
         return dict(state_file.state_of(folder)["settings"])
     except CheckpointError as error:
-        logger.warning("which packing %s has cannot be read (%s)", folder, one_line(error))
+        logger.warning("the packing of checkpoint %s cannot be read (%s)", folder, one_line(error))
         return {}
 
 

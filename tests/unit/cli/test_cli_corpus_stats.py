@@ -75,7 +75,7 @@ def test_plot_counts_every_document(wlb, monkeypatch) -> None:
         ("--distribution magy", 2, "unknown distribution magy; did you mean magi?"),
         ("corpus --window 0", 2, "--window is 0"),
         ("--distribution magi --windows 0", 2, "--windows is 0"),
-        ("corpus --plot x.gif", 2, "--plot x.gif is no picture; call it .png or .svg"),
+        ("corpus --plot x.gif", 2, "--plot x.gif is not a picture; name it .png or .svg"),
         ("corpus --plot /proc/none/x.png", 2, "cannot write --plot /proc/none/x.png"),
     ],
 )

@@ -168,7 +168,7 @@ def test_model_that_no_flags_make_has_no_command(plan, wlb) -> None:
     Path("small.yaml").write_text(
         yaml.safe_dump(SIZES | {"learned_positions": 4096, "rotary_percent": 0.5})
     )
-    assert "make another model, in rotary_percent; give" in wlb.refusal(SMALL, "--out best.yaml")
+    assert "cannot describe rotary_percent of this model" in wlb.refusal(SMALL, "--out best.yaml")
     assert not Path("best.yaml").exists()
 
 
@@ -238,7 +238,10 @@ def test_command_has_what_becomes_of_long_documents(plan) -> None:
 
 
 def test_the_same_command_gives_the_same_ranking(plan) -> None:
-    assert plan() == plan() != plan("--seed 2")
+    def ranked(*words: str):
+        return [row | {"ms_per_step": 0} for row in plan(*words)["ranked"]]  # which is measured
+
+    assert ranked() == ranked() != ranked("--seed 2")
 
 
 def test_n_without_a_number_is_what_has_four_million_tokens(wlb) -> None:
@@ -255,7 +258,7 @@ def test_n_without_a_number_is_what_has_four_million_tokens(wlb) -> None:
          "with a peak of 0.69 GiB"),
         ("--memory-gib -1", "--memory-gib is -1.0"),
         ("--num-devices 0", "--num-devices is 0; give at least 1"),
-        ("--num-devices 63", "63 are no whole nodes of 8"),
+        ("--num-devices 63", "--num-devices is 63, but nodes have 8"),
         ("--tp-size 3", "no layout of 4 devices has tp_size 3"),
         ("--num-micro-batches 0", "--num-micro-batches is 0"),
         ("--packing hodl", "did you mean hold"),

@@ -72,7 +72,7 @@ def test_profile_keeps_the_tables_of_its_base(wlb, quick):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--out machine.json", "is no YAML file"),
+        ("--out machine.json", "is not a YAML file"),
         ("--out there.yaml", "exists; choose another name, or --force"),
         ("--out a.yaml --heads 32x128", "--heads 32x128 is not query heads"),
         ("--out a.yaml --heads 3/2x64", "--heads 3/2x64"),

@@ -206,7 +206,7 @@ def test_memory_that_is_too_small_is_said_not_refused(wlb) -> None:
         ("--cp-size 2 --sharding zigzag", "unknown sharding zigzag"),
         ("--max-windows 0.5", "--max-windows is 0.5"),
         ("--steps 0", "--steps is 0"),
-        ("--plot p.jpg", "is no picture; call it .png or .svg"),
+        ("--plot p.jpg", "is not a picture; name it .png or .svg"),
         ("--report .", "is a folder"),
         ("--trace small.yaml/t.json", "cannot write --trace"),
     ],

@@ -86,7 +86,7 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("--packing wlb --max-delay 0", 4, "no setting of wlb keeps the mean delay"),
         ("--steps 0", 2, "--steps is 0"),
         ("--num-micro-batches 0", 2, "--num-micro-batches is 0; give at least 1"),
-        ("--num-micro-batches 4,8", 2, "--num-micro-batches 4, 8: tune one at a time"),
+        ("--num-micro-batches 4,8", 2, "--num-micro-batches has 4 and 8; wlb tune takes one"),
         ("--max-windows 0.9", 2, "--max-windows is 0.9; give at least 1"),
         ("--plot /proc/none/x.png", 2, "cannot write --plot /proc/none/x.png"),
         ("--look-ahead -1", 2, "--look-ahead is -1"),

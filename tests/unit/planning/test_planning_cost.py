@@ -266,7 +266,7 @@ def test_shardings_are_chosen_by_whole_tiles_where_nothing_is_measured(
     with caplog.at_level(logging.INFO):
         chosen = planner(CP, "--wlb-hardware", path).selector
     assert isinstance(chosen.latency, AnalyticAttention)
-    assert "chosen by whole tiles at the rate of" in caplog.text
+    assert "chosen by whole tiles at its rate" in caplog.text
     assert "has no table of float32 attention with heads of 64" in caplog.text
     assert chosen.latency.tflops == pytest.approx(load_hardware("cpu").attention_tflops)
 

@@ -71,18 +71,18 @@ def test_setting_without_effect_is_one_warning(
 def test_help_says_which_packings_read_a_setting() -> None:
     """One table decides; what `--help` shows must say the same of every one of our flags."""
     said = {}
+    fields = [field.name for field in dataclasses.fields(PackingSettings)][1:]
+    names = {_configured(name): name for name in fields}
     for field in dataclasses.fields(WlbConfig):
         packings = re.match(
             r"((?:`[a-z-]+`(?:, )?)+)(?: with a pipeline)?: ", field.metadata["help"]
         )
-        if packings:
+        if packings and field.name in names:
             said[field.name] = set(re.findall(r"`([a-z-]+)`", packings[1]))
-    fields = [field.name for field in dataclasses.fields(PackingSettings)][1:]
     # S_max and ages are of all that balance; their help says what they are.
     assert set(said) >= {_configured(n) for n in fields} - {
         "wlb_max_tokens", "wlb_max_age", "wlb_max_step_tokens", "wlb_queue_thresholds",
     }  # fmt: skip
-    names = {_configured(name): name for name in fields}
     for setting, packings in said.items():
         read = {packing for packing in PACKINGS if reads(packing, names[setting])}
         assert read == packings, flag_of(setting)

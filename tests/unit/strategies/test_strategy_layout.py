@@ -87,7 +87,7 @@ def test_file_of_strategies_comes_back(tmp_path: Path) -> None:
         ("tp16:4k", "TP 16, above the 8 devices of a node; use less TP"),
         ("5*tp8:4k", "5 replicas need 40 ranks of 32, and no node of 8 has 8 left for tp8"),
         ("tp8", "'tp8' is not a replica; give one such as tp8pp2:128k"),
-        ("tp8tp4:1k", "'tp8tp4' is no scheme; give each size once"),
+        ("tp8tp4:1k", "'tp8tp4' is not a layout; give each size once"),
         ("0*tp8:1k", "number of replicas is 0; give at least 1"),
         ("vpp2:1k", "VPP 2 is for a pipeline, but PP is 1"),
         ("tp2sliced:1k", "sliced is for a pipeline, but PP is 1"),

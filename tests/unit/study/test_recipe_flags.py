@@ -168,7 +168,7 @@ def test_model_that_no_flags_make_is_refused() -> None:
     flags = recipe.model_flags(ODD)
     recipe.check_model(flags, ODD)
     unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
-    with pytest.raises(ConfigError, match="make another model, in layers; give"):
+    with pytest.raises(ConfigError, match="cannot describe layers of this model"):
         recipe.check_model(flags, unlike)
 
 

@@ -11,7 +11,7 @@ from helpers.soak import Soak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import DocumentCost, Parallelism
+from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.ledger.lines import (
@@ -50,7 +50,7 @@ def test_slices_of_a_document_are_one_piece() -> None:
     cost = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)
     soak = Soak(
         "slim, in few units", ((7, 40, 3, 5, 25),), None, 1, "split", 40, 2, 80, None, 12, cost,
-        1, 0, Parallelism(pp_size=2),
+        1, 0, "--pipeline-model-parallel-size 2",
     )  # fmt: skip
     plan = soak.planner().next_plan()
     assert plan is not None

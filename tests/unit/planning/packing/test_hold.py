@@ -172,8 +172,8 @@ def test_hold_counts_running_early_like_running_late():
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ({"tau": 0.99}, "tau is 0.99; give at least 1"),
-        ({"tau": float("nan")}, "tau is nan"),
+        ({"tau": 0.99}, "--wlb-hold-tau is 0.99; give at least 1"),
+        ({"tau": float("nan")}, "--wlb-hold-tau is nan"),
         ({"price": -0.1}, "delay_price is -0.1; give at least 0"),
         ({"price": float("nan")}, "delay_price is nan"),
         ({"ahead": -1}, "look_ahead is -1; give at least 0"),

@@ -64,7 +64,7 @@ def test_original_reads_s_max_where_its_micro_batches_are_no_windows() -> None:
 def test_defaults_are_those_of_training() -> None:
     chosen = replace(Config().wlb, wlb_packing="hold")
     assert PackingSettings.of_config(chosen, 9) == PackingSettings("hold", 9)
-    with pytest.raises(ConfigError, match="is auto, which a run chooses as it starts"):
+    with pytest.raises(ConfigError, match="is auto, but only a run can choose"):
         PackingSettings.of_config(Config().wlb, 9)
 
 
@@ -72,7 +72,7 @@ def test_short_name_tells_packing_number_and_shape() -> None:
     settings = PackingSettings.parse("hold:4+shape", WINDOW, 2 * WINDOW, max_age=3)
     assert settings == PackingSettings("hold", 2 * WINDOW, look_ahead=4, max_age=3, shaped=True)
     assert settings.title == "hold, look-ahead 4, shaped"
-    with pytest.raises(ConfigError, match=r"packing wlb:x\+shape: 'x' is no number"):
+    with pytest.raises(ConfigError, match=r"packing wlb:x\+shape: 'x' is not a number"):
         PackingSettings.parse("wlb:x+shape", WINDOW, WINDOW)
     assert PackingSettings.parse("slim:24", WINDOW, WINDOW).title == "slim, 24 units"
     with pytest.raises(ConfigError, match="chooses sizes and order itself"):
