@@ -261,7 +261,7 @@ def test_what_a_search_writes_is_taken_once_the_run_is_added(
     assert refusal(megatron, num_devices, flags) == ""
     for flag, says in (
         ("--data-path", "give --data-path"),
-        ("--eval-interval", "give it, as in --eval-interval"),
+        ("--eval-interval", "add --eval-interval 1000"),
         ("--max-position-embeddings", "max_position_embeddings"),
     ):
         at = flags.index(flag)
