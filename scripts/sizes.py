@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "slim_lines": Size("lines that a launch with slim imports, also in functions", 28_700, 30_000),
-    "core_lines": Size(f"lines of the package without {' and '.join(OUTSIDE)}", 42_850, 39_000),
+    "core_lines": Size(f"lines of the package without {' and '.join(OUTSIDE)}", 42_900, 39_000),
     "test_lines": Size("lines of tests", 46_600, 36_000),
     "test_ratio": Size("lines of tests for each line of the package", 0.99, 0.9),
     "tested_modules": Size("modules of the package that tests name", 209, 110),

@@ -88,8 +88,9 @@ class Facts:
     @cached_property
     def vpp(self) -> int | None:
         """Virtual stages of a rank: what the flag says, or else the layout."""
-        given, of_layout = self.p.num_virtual_stages_per_pipeline_rank, self.p.vpp_size
-        return of_layout if given is None and of_layout > 1 and self.chunks else given
+        given = self.p.num_virtual_stages_per_pipeline_rank
+        of_layout = self.p.vpp_size if given is None and self.chunks else 1
+        return of_layout if of_layout > 1 else given
 
     @property
     def without_layer(self) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.planning.packing import kind_of
+from megatron_wlb.planning.packing.settings import is_open
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.packings import CHOSEN, PACKINGS
 from megatron_wlb.simulator.baseline import Baseline
@@ -146,8 +147,8 @@ def _fitted(
     saved: Callable[[], Mapping[str, Any]],
 ) -> Config:
     """``config`` with the S_max of its checkpoint, or one that fits memory, if none is given."""
-    wlb, kind = config.wlb, kind_of(config.wlb.wlb_packing)
-    if wlb.wlb_max_tokens or wlb.wlb_memory_gib or kind.windows or kind.slices:
+    wlb = config.wlb
+    if not is_open(wlb):
         return config
     if (before := saved()).get("wlb_packing") == wlb.wlb_packing:
         return with_packing(config, wlb.wlb_packing, before.get("wlb_max_tokens"))

@@ -57,6 +57,16 @@ def unread(config: WlbConfig) -> dict[str, str]:
     }
 
 
+def is_open(config: WlbConfig) -> bool:
+    """Whether a run has still to settle its packing, or its S_max, as it starts."""
+    if config.wlb_strategies is not None:
+        return False
+    if config.wlb_packing == CHOSEN:
+        return True
+    kind, given = kind_of(config.wlb_packing), config.wlb_max_tokens or config.wlb_memory_gib
+    return not (given or kind.windows or kind.slices)
+
+
 def check_shaping(name: str) -> None:
     """Raises :class:`ConfigError` for a packing whose steps may not be shaped.
 

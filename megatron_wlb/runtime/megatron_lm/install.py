@@ -20,6 +20,7 @@ from megatron_wlb.errors import CheckpointError, ConfigError, refuse_all
 from megatron_wlb.extensions import load
 from megatron_wlb.planning import guards as layout_guards
 from megatron_wlb.planning.extension import extension_of
+from megatron_wlb.planning.packing.settings import is_open
 from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.patching import PatchSet
@@ -44,7 +45,6 @@ from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.config import Config
-from megatron_wlb.settings.packings import CHOSEN
 
 _patches = PatchSet()
 _installed = False
@@ -130,7 +130,7 @@ def _find_load(args: argparse.Namespace) -> None:
 
 
 def _settle_known(args: argparse.Namespace) -> None:
-    if args.wlb_packing != CHOSEN or args.wlb_strategies is not None:
+    if not is_open(arguments.config_of(args).wlb):
         _settle(args)
 
 
@@ -143,7 +143,7 @@ _BEFORE: tuple[Callable[[argparse.Namespace], None], ...] = (
 """What is done before Megatron checks its arguments, in this order."""
 _BEHIND: tuple[Callable[[argparse.Namespace], None], ...] = (
     arguments.scale_losses,  # by the sizes of the batch that Megatron has filled in
-    _settle_known,  # last, with arguments as they stay; a choice of packings waits for a vocabulary
+    _settle_known,  # last, with arguments as they stay; what is open waits for a vocabulary
 )
 """What is done behind it, in this order."""
 
@@ -161,7 +161,7 @@ def settle(args: argparse.Namespace, saved: Callable[[], Mapping[str, Any]] = di
     does, and checks all that depends on it.
     """
     config = arguments.config_of(args)
-    if config.wlb.wlb_packing == CHOSEN:
+    if is_open(config.wlb):
         refused = functools.partial(refusals.of_choice, args)
         config = load("settled")(config, args.world_size, refused, saved=saved)
     refuse_all(refusals.of_packing(args, config.wlb.wlb_packing))  # that of a checkpoint, too

@@ -14,6 +14,8 @@ from typing import Any
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.packing.settings import kind_in
 from megatron_wlb.planning.refusal import Refusal, below, given, lines, other_than
+from megatron_wlb.runtime.saving.newest import newest_step
+from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.split import PipelineSplit
 
@@ -98,7 +100,7 @@ class Given(argparse.Namespace):
 
     @property
     def wsd_decays(self) -> bool:
-        return bool(self.lr_wsd_decay_iters or self.lr_wsd_decay_samples)
+        return self.lr_wsd_decay_iters is not None or self.lr_wsd_decay_samples is not None
 
     @property
     def names_corpora(self) -> bool:
@@ -137,8 +139,11 @@ def _cannot_load(a: Given, is_sharded: Any) -> bool:
 
 
 def _loads_newer_state(a: Given, step: Any) -> bool:
-    shards_state = a.use_distributed_optimizer and not (a.no_load_optim or a.finetune)
-    return bool(step and a.load and a.ckpt_format == "torch" and shards_state)
+    loads_state = not (a.no_load_optim or a.finetune or a.skip_train)
+    shards_state = a.use_distributed_optimizer and loads_state
+    if not (step and a.load and a.ckpt_format == "torch" and shards_state):
+        return False
+    return is_store(a.load) or newest_step(a.load) != step
 
 
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
@@ -193,6 +198,7 @@ REFUSALS: tuple[Refusal[Given], ...] = (
     _YAML,
     Refusal("--perform-rl-step", given, _OTHER_DATA),
     Refusal("--vision-pretraining", given, _OTHER_DATA),
+    Refusal("--export-kd-teacher-load", given, "distillation has a loss of its own"),
     Refusal("--ckpt-convert-format", given, "nothing is trained", "convert alone"),
     Refusal("--fake-process-group", given, _OWN_RANKS),
     Refusal("--lazy-mpu-init", given, _OWN_RANKS),
@@ -283,14 +289,14 @@ REFUSALS: tuple[Refusal[Given], ...] = (
             flag, below(least), "Megatron-LM counts or divides by it", f"use {least} or more")
         for flag, least in _LEAST.items()
     ),
-    *(
-        Refusal[Given](flag, lambda a, scale: a.fp16 and scale is not None and scale <= 0,
-            "losses would be multiplied by it", "use a number above 0")
-        for flag in ("--loss-scale", "--initial-loss-scale")
-    ),
+    Refusal("--loss-scale", lambda a, scale: a.fp16 and scale is not None and scale < 0,
+        "losses would be multiplied by it", "use a number above 0, or 0 for a dynamic scale"),
+    Refusal("--initial-loss-scale", lambda a, scale: a.fp16 and scale is not None and scale <= 0,
+        "losses would be multiplied by it", "use a number above 0"),
     Refusal("--lr-warmup-fraction", lambda _, part: part is not None and not 0 <= part < 1,
         "the learning rate would never decay", "use a number in [0, 1)"),
-    Refusal("--lr-decay-style", lambda a, style: style == "WSD" and not a.wsd_decays,
+    Refusal("--lr-decay-style",
+        lambda a, style: style == "WSD" and not a.wsd_decays and not a.skip_train,
         "nothing says when it decays", "give --lr-wsd-decay-iters"),
     Refusal("", lambda a, _: not (a.train_iters or a.train_samples or a.skip_train),
         "nothing says how long to train", "give --train-iters"),

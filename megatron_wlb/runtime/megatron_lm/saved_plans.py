@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_wlb.errors import CheckpointError, WLBError
@@ -130,8 +131,11 @@ class Hooks:
             from_first_rank(functools.partial(state_file.write, into, iteration, state))
 
         self._saving = rng, write_state
-        if self._skips and not is_store(folder):  # those of a save that this one replaces
-            Path(folder, checksums.NAME).unlink(missing_ok=True)
+        if not is_store(folder):  # what is there of a save that this one replaces
+            if self._skips:
+                Path(folder, checksums.NAME).unlink(missing_ok=True)
+            if is_distributed and dist.get_rank() == 0:
+                Path(folder, state_file.NAME).unlink(missing_ok=True)
         try:
             if not is_distributed:
                 write_state(folder)
@@ -160,12 +164,12 @@ class Hooks:
         request = original(state, folder, *args, **kwargs)
         if self._saving is None:
             return request
-        self._saving[1](folder)
-        if self._writes(folder):
+        adds = [self._saving[1], *([checksums.write] if self._writes(folder) else [])]
+        for add in adds:
             if request is None:
-                checksums.write(folder)
+                add(folder)
             else:  # before Megatron's last one, which names the checkpoint its latest
-                request.add_finalize_fn(functools.partial(checksums.write, folder))
+                request.add_finalize_fn(functools.partial(add, folder))
         return request
 
     def generate_state_dict(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
