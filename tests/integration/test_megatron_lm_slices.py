@@ -75,17 +75,22 @@ def test_chosen_packing_trains_as_if_it_were_given(corpus: Path, tmp_path: Path)
         )
 
 
-def test_s_max_that_fits_memory_is_kept_by_a_resumed_run(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["auto", "hold"])
+def test_s_max_that_fits_memory_is_kept_by_a_resumed_run(
+    corpus: Path, tmp_path: Path, packing: str
+) -> None:
     """Also where more would fit now."""
     figures = yaml.safe_load(shipped("hardware")["cpu"].read_text())
     figures["memory_gib"]["value"] = 0.0035
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(figures))
-    flags: Flags = BOTH | {"data_path": corpus, "train_iters": 4, "wlb_packing": "auto"}
+    flags: Flags = BOTH | {"data_path": corpus, "train_iters": 4, "wlb_packing": packing}
     small: Flags = {"wlb_hardware": "small.yaml", "wlb_metrics": "small", "save": "ck"}
     output = finish(launch(tmp_path, 2, flags | small | {"save_interval": 2})).output
-    (s_max,) = re.findall("auto takes hold: .*; S_max is ([0-9]+) tokens, which fit", output)
+    (s_max,) = re.findall("S_max is ([0-9]+) tokens, which fit memory", output)
+    assert ("auto takes hold: " in output) == (packing == "auto")
     assert 128 < int(s_max) < 256
     resumed: Flags = {"wlb_hardware": "cpu", "load": "ck", "ckpt_step": 2, "wlb_metrics": "resumed"}
     output = finish(launch(tmp_path, 2, flags | resumed)).output
-    assert f"the checkpoint's packing, hold, and an S_max of {s_max} tokens" in output
+    said = f"the checkpoint's packing, hold, and an S_max of {s_max} tokens"
+    assert (said in output) == (packing == "auto")
     assert_equal_steps(tmp_path / "resumed", tmp_path / "small", first=3)

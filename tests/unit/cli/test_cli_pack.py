@@ -201,7 +201,7 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("--lengths none.txt", 3, "cannot read none.txt: No such file"),
         ("corpus --packing hodl", 2, "unknown packing hodl; did you mean hold?"),
         ("corpus --packing ,", 2, "--packing names none"),
-        ("corpus --packing wlb:0", 2, "packing wlb:0: '0' is no number"),
+        ("corpus --packing wlb:0", 2, "packing wlb:0: '0' is not a number"),
         ("corpus --max-windows 0.5", 2, "--max-windows is 0.5; give at least 1"),
         ("corpus --window 1", 2, "--window is 1; give at least 2"),
         ("corpus --window 9999999999", 2, "--window is 9999999999; give at most 268435456"),

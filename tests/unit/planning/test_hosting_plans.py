@@ -141,7 +141,7 @@ def test_nothing_waits_where_all_layers_are_recomputed() -> None:
 
 def test_machine_without_the_figure_is_refused() -> None:
     unknown = dataclasses.replace(H100, host_link_gb_s=None)
-    with pytest.raises(ConfigError, match=r"--wlb-host-gib is 200, .* figure host_link_gb_s"):
+    with pytest.raises(ConfigError, match=r"--wlb-host-gib is 200, .* lacks host_link_gb_s"):
         planner_of(run_with(200.0, machine=unknown), "slim", 4)
 
 
