@@ -19,7 +19,7 @@ from megatron_wlb.cli.output import (
 from megatron_wlb.planning.packing import PACKINGS, reads
 from megatron_wlb.simulator.baseline import Baseline, row
 from megatron_wlb.simulator.trial import Outcome
-from megatron_wlb.study.advice import check_max_delay, gain, recommended, steps_of
+from megatron_wlb.study.advice import check_max_delay, gain, nothing_fits, recommended, steps_of
 
 COLUMNS = (
     "num_micro_batches", "title", "recompute", "imbalance_mean", "imbalance_time_weighted",
@@ -121,6 +121,8 @@ def _advice(outcomes: Sequence[Outcome], base: Baseline, max_delay: float) -> st
     at = f"At N={base.original.run.num_micro_batches}"
     limit = f"a mean delay of {steps_of(max_delay)} (--max-delay)"
     assert best is not None  # `original` delays nothing
+    if best.out_of_memory:
+        return nothing_fits(best)
     if best is base.original:
         return (
             f"{at} nothing within {limit} is faster than original, which has imbalance "

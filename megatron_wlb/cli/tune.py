@@ -23,7 +23,7 @@ from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.simulator.baseline import Baseline, baseline, row
 from megatron_wlb.simulator.trial import Outcome
-from megatron_wlb.study.advice import check_max_delay, gain, steps_of
+from megatron_wlb.study.advice import check_max_delay, gain, nothing_fits, steps_of
 from megatron_wlb.study.tune import TUNABLE, Tuning, frontier, tune
 
 MOST_ROWS = 12
@@ -127,7 +127,8 @@ def _run(args: argparse.Namespace) -> int:
     out.print(table_of_outcomes("The best beside what is there", COLUMNS, pairs, caption))
     say(out, base.said)
     say(out, _advice(tuning, base))
-    out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
+    if not tuning.chosen.out_of_memory:
+        out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0
@@ -168,6 +169,8 @@ def _no_warnings_of_backlogs() -> Iterator[None]:
 def _advice(tuning: Tuning, base: Baseline) -> str:
     chosen = tuning.chosen
     limit = f"a mean delay of {steps_of(tuning.max_delay)} (--max-delay)"
+    if chosen.out_of_memory:
+        return nothing_fits(chosen)
     if chosen is base.original:
         return f"Nothing that was tried within {limit} is faster than original here; keep it:"
     kept = "The defaults cannot be bettered here; a" if tuning.keeps_default else "A"

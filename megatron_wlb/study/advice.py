@@ -43,6 +43,14 @@ def recommended(
     )
 
 
+def nothing_fits(fastest: Outcome) -> str:
+    """Says that even the fastest of what fits best does not fit memory."""
+    return (
+        f"Nothing that was tried fits memory: {fastest.title}, {fastest.out_of_memory}. Use more "
+        "GPUs, or a larger TP, CP or PP."
+    )
+
+
 def preference(outcome: Outcome, base: Outcome) -> tuple[float, ...]:
     """The key that sorts the best first; printed speeds are over ``base``."""
     speed = round(outcome.speedup(base), DIGITS)

@@ -97,3 +97,11 @@ def test_long_work_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeyp
     with output.progress_bar("packing") as progress:
         progress(1, 2)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["pack --packing hold", "tune --packing hold"])
+def test_packing_that_fits_no_memory_is_not_advised(command: str, wlb) -> None:
+    words = "--distribution reference --model 7b --window 262144 --num-micro-batches 2 --steps 2"
+    out = wlb(command, words, "--tp-size 1 --cp-size 1 --pp-size 1").out
+    assert "Nothing that was tried fits memory: " in out
+    assert "--wlb-packing" not in out
