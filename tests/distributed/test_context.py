@@ -65,8 +65,8 @@ def rest_of(layout: RankLayout, kernel: Any, group: Any = None, **options: Any) 
     """What attention takes besides query, key and value."""
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.context_parallel import ContextParallel, KeyGather
     from megatron_wlb.runtime.gpt.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, KeyGather
 
     return (
         Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
@@ -228,7 +228,8 @@ def layer_bytes(
     import torch
     from _quickstart.live_bytes import LiveBytes
 
-    from megatron_wlb.runtime.gpt.attention import context_parallel as context
+    from megatron_wlb.runtime.gpt.attention import key_exchange
+    from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
 
     layout = layout_of(lengths, sharding)
     local = torch.from_numpy(layout.tokens)
@@ -242,15 +243,15 @@ def layer_bytes(
     # gloo's threads let go of buffers some time after a collective is done.
     done = mock.Mock()
     no_exchange = mock.patch.multiple(
-        context,
-        _all_gather=lambda rows, local, **_: done,
-        _reduce_scatter=lambda local, rows, **_: done,
+        key_exchange,
+        all_gather=lambda rows, local, **_: done,
+        reduce_scatter=lambda local, rows, **_: done,
     )
     with no_exchange, LiveBytes() as live:
         live.watch([*leaves, grad, rest[1].rows, rest[1].first])
         before = live.live
         live.reset_peak()
-        out = context.context_attention(*leaves, *rest)
+        out = context_attention(*leaves, *rest)
         output_bytes = out.numel() * size
         kept, forward = live.live - before - output_bytes, live.peak - before
         before = live.live
@@ -335,8 +336,8 @@ def ordered(events: list[str], kernel: Any, **options: Any) -> None:
     """Notes the order in which a GPU's streams are given work, forward and then backward."""
     import torch
 
-    from megatron_wlb.runtime.gpt.attention import context_parallel as context
-    from megatron_wlb.runtime.gpt.attention import head_start
+    from megatron_wlb.runtime.gpt.attention import head_start, key_exchange
+    from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
 
     def collective(name: str) -> Any:
         def start(out: Any, _: Any, *, group: Any, async_op: bool) -> Any:
@@ -352,13 +353,13 @@ def ordered(events: list[str], kernel: Any, **options: Any) -> None:
     layout = rank_layout([16], 2, 0, Sharding())
     query, key, value, grad = tensors(8, 2, torch.float32)
     group = mock.Mock(**{"size.return_value": 2})
-    replaced = {"_all_gather": collective("gather"), "_reduce_scatter": collective("reduce")}
+    replaced = {"all_gather": collective("gather"), "reduce_scatter": collective("reduce")}
     with (
-        mock.patch.multiple(context, **replaced),
+        mock.patch.multiple(key_exchange, **replaced),
         mock.patch.object(head_start, "LINK_SHARE", 0),
     ):
         rest = rest_of(layout, kernel, group, **options)
-        out = context.context_attention(query.requires_grad_(), key, value, *rest)
+        out = context_attention(query.requires_grad_(), key, value, *rest)
         events.append("---")
         out.backward(grad)
 

@@ -118,10 +118,8 @@ def attend(
     """
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.context_parallel import (
-        ContextParallel,
-        context_attention,
-    )
+    from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
+    from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel
     from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice
 
     tokens_here, params = params_of(unit, len(numbers), sharding, store, divided)
@@ -268,7 +266,7 @@ def errors_in_parts(cp_size: int) -> tuple[list[float], int]:
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Counts the numbers that collectives give."""
-    from megatron_wlb.runtime.gpt.attention import context_parallel as context
+    from megatron_wlb.runtime.gpt.attention import key_exchange
 
     numbers: Counter[str] = Counter()
 
@@ -280,9 +278,9 @@ def counted() -> Iterator[Counter[str]]:
         return call
 
     with mock.patch.multiple(
-        context,
-        _all_gather=counting("gather", context._all_gather),
-        _reduce_scatter=counting("reduce", context._reduce_scatter),
+        key_exchange,
+        all_gather=counting("gather", key_exchange.all_gather),
+        reduce_scatter=counting("reduce", key_exchange.reduce_scatter),
     ):
         yield numbers
 

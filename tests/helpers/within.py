@@ -198,34 +198,32 @@ def that_waits_for_each_gather(runner) -> Iterator[None]:
     """Asserts that a step has waited for all rows that it gathers when it ends, also for those that
     no layer takes.
     """
-    from megatron_wlb.runtime.gpt.attention.divided import Gathered, Rows
+    from megatron_wlb.runtime.gpt.attention.divided import Rows
+    from megatron_wlb.runtime.gpt.attention.slice_attention import SliceStore
 
-    start, take, run = Rows.start_gather, Gathered.take, runner.run
-    started, taken = [], []
+    start, leave, run = Rows.start_gather, SliceStore.leave, runner.run
+    started, untaken = [], []
 
     def recorded(*given):
-        *tensors, work = start(*given)
-        if work is not None:
-            work = mock.Mock(wraps=work)
-            started.append(work)
-        return *tensors, work
+        under_way = start(*given)
+        started.append(mock.Mock(wraps=under_way))
+        return started[-1]
 
-    def recorded_take(gathered, *into):
-        taken.append(gathered._started[-1][-1])
-        return take(gathered, *into)
+    def recorded_leave(store):
+        untaken.extend([] if store.ahead is None else [store.ahead])
+        leave(store)
 
     def counted(plan, **options):
         loss = run(plan, **options)
-        assert [work.wait.call_count for work in started] == [1] * len(started)
-        untaken = len(started) - sum(work is not None for work in taken)
-        assert started and untaken > 0
+        assert [under_way.wait.call_count for under_way in started] == [1] * len(started)
+        assert started and untaken
         started.clear()
-        taken.clear()
+        untaken.clear()
         return loss
 
     with (
         mock.patch.object(Rows, "start_gather", recorded),
-        mock.patch.object(Gathered, "take", recorded_take),
+        mock.patch.object(SliceStore, "leave", recorded_leave),
         mock.patch.object(runner, "run", counted),
     ):
         yield

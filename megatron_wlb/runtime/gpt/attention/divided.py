@@ -11,21 +11,27 @@ heads of a head group, ``D`` head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-# Their names from torch 2.13 on; the old ones warn there.
-all_gather, reduce_scatter = (
-    getattr(dist, new, None) or getattr(dist, old)
-    for new, old in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
+from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel
+from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    Buffer,
+    KernelCall,
+    LayerSlice,
+    PrefixCall,
+)
+from megatron_wlb.runtime.gpt.attention.under_way import (
+    UnderWay,
+    all_gather,
+    free,
+    one_ahead,
+    reduce_scatter,
+    regain,
 )
 
 
@@ -71,9 +77,9 @@ class Rows:
         sums[of_all] = share[own]
         return sums
 
-    def start_reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> Reduction | None:
+    def start_reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> UnderWay | None:
         """Starts to sum the gradients of the rows before the slice over the ranks, if there are
-        any, in ``dtype``.
+        any, in ``dtype``; for :meth:`add`.
         """
         each, size = self._each(self.start), self.group.size()
         if each.start == each.stop:
@@ -84,23 +90,17 @@ class Rows:
         own = self.start % size
         if own:  # The last of these rows are the slice's.
             sent[own:, -1] = 0
-        received = torch.empty_like(sent[0])
-        work = reduce_scatter(received, sent.flatten(0, 1), group=self.group, async_op=True)
-        return Reduction(each, received, sent, work)
+        return UnderWay(reduce_scatter, torch.empty_like(sent[0]), sent.flatten(0, 1), self.group)
 
-    def start_gather(
-        self, share: torch.Tensor, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Starts to gather the rows up to ``stop``: what is received, what is sent, and the work,
-        if there are any.
-        """
+    def add(self, share: torch.Tensor, reduced: torch.Tensor) -> None:
+        """Adds this rank's part of these sums to its share."""
+        share[self._each(self.start)] += reduced
+
+    def start_gather(self, share: torch.Tensor, stop: int) -> UnderWay:
+        """Starts to gather the rows up to ``stop``, for :meth:`fill`."""
         sent = share[self._each(stop)].contiguous()
         received = sent.new_empty(self.group.size(), *sent.shape)
-        work = None
-        if len(sent):
-            out = received.flatten(0, 1)
-            work = all_gather(out, sent, group=self.group, async_op=True)
-        return received, sent, work
+        return UnderWay(all_gather, received.flatten(0, 1), sent, self.group, received)
 
     def fill(self, whole: torch.Tensor, received: torch.Tensor, stop: int) -> None:
         """Puts gathered rows to ``[rows, 2, G, D]``, in their order. Graphs that hold it need not
@@ -115,51 +115,108 @@ class Rows:
                 whole[full * size : stop] = received[:rest, -1]
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """Gradients on the way to the ranks that have the rows."""
+@dataclass(frozen=True)
+class DividedSlice(LayerSlice):
+    """Attention of a slice in one layer where ranks divide the buffer: each has a share of it."""
 
-    rows: slice
-    received: torch.Tensor
-    _sent: torch.Tensor
-    _work: Any
+    group: dist.ProcessGroup = field(kw_only=True)
+    parallel: ContextParallel = field(kw_only=True)
+    _gathered: list[Iterator[UnderWay]] = field(default_factory=list, init=False)
+    """What the present pass gathers, a head group after another."""
+    _opened: list[torch.Tensor] = field(default_factory=list, init=False)
+    """``[rows, 2, G, D]``: the rows that the slice sees, of each head group, until they are
+    differentiated."""
+    _reducing: list[tuple[torch.Tensor, UnderWay]] = field(default_factory=list, init=False)
+    """Gradients on the way to this rank's shares."""
 
-    def add_to(self, share: torch.Tensor) -> None:
-        self._work.wait()
-        share[self.rows] += self.received
+    @classmethod
+    def of(
+        cls, run: LayerSlice, group: dist.ProcessGroup, parallel: ContextParallel
+    ) -> DividedSlice:
+        known = {each.name: getattr(run, each.name) for each in fields(LayerSlice)}
+        return cls(**known, group=group, parallel=parallel)
 
+    @property
+    def num_shares(self) -> int:
+        return self.group.size()
 
-class Gathered:
-    """Each head group's rows, one after another, the next one's collective under way."""
+    def fill(self, key: torch.Tensor) -> Buffer:
+        buffer = super().fill(key)
+        self._gather(buffer, self.slice.start)
+        return buffer
 
-    def __init__(self, rows: Rows, shares: Sequence[torch.Tensor], stop: int) -> None:
-        self.rows, self._shares, self._stop = rows, shares, stop
-        self._next = 0
-        self.then: Callable[[], object] = int
-        """What is to be done when the last group's have come."""
-        self._started = [rows.start_gather(shares[0], stop)]
+    def write(
+        self, tensor: torch.Tensor, values: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
+        opened = self._take(tensor.new_empty(self.slice.stop, *tensor.shape[1:]), self.slice.start)
+        super().write(opened, values, index)
+        self._rows.keep(opened, tensor)
+        self._opened.append(opened)
 
-    def take(self, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The next group's, ``[stop of the slice, 2, G, D]``; those that are not gathered are
-        undefined. ``into`` is such a tensor, whose storage was freed.
+    def attend(
+        self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool
+    ) -> list[KernelCall | PrefixCall]:
+        calls = super().attend(self._opened[-1], query, keep=keep)
+        if not (keep and self.parallel.keep_gathered):
+            free(self._opened[-1])
+        return calls
+
+    def turn(self) -> tuple[Buffer, torch.Tensor]:
+        buffer, sums = super().turn()
+        if not self.parallel.keep_gathered:
+            self._gather(buffer, self.slice.stop)
+        return buffer, sums
+
+    def differentiate(
+        self, calls: Sequence[KernelCall | PrefixCall], grad_out: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        opened = self._opened.pop(0)
+        if not self.parallel.keep_gathered:
+            self._take(opened, self.slice.stop)
+        sums = self._rows.sums(grad)
+        found = super().differentiate(calls, grad_out, sums)
+        free(opened)
+        reducing = self._rows.start_reduce(sums, self.parallel.sum_dtype(opened.dtype))
+        if reducing is not None:
+            self._reducing.append((grad, reducing))
+        return found
+
+    def turned(self) -> None:
+        for share, reducing in self._reducing:
+            self._rows.add(share, reducing.wait())
+        super().turned()
+
+    @property
+    def _rows(self) -> Rows:
+        return Rows(self.group, self.slice.first_row, self.slice.start, self.slice.stop)
+
+    def _gather(self, buffer: Buffer, stop: int) -> None:
+        """Begins to gather the rows up to ``stop``; the layer before may have done so."""
+        shares = self.parallel.heads(buffer.pair)
+        first = self.slice.store.take((self.name, self.slice.first_row, stop))
+        first = first or self._rows.start_gather(shares[0], stop)
+        self._gathered[:] = [one_ahead(self._begun(first, shares[1:], stop))]
+
+    def _begun(
+        self, first: UnderWay, shares: Sequence[torch.Tensor], stop: int
+    ) -> Iterator[UnderWay]:
+        """Each head group's gather. Behind the last one that of the layer which runs next begins:
+        it comes while this one works.
         """
-        (received, _sent, work), share = self._started.pop(), self._shares[self._next]
-        self._next += 1
-        if self._next < len(self._shares):
-            self._started.append(self.rows.start_gather(self._shares[self._next], self._stop))
-        else:
-            self.then()
-        if into is None:
-            into = share.new_empty(self.rows.stop, *share.shape[1:])
-        else:
-            into.untyped_storage().resize_(into.numel() * into.element_size())
-        if work is not None:
-            work.wait()
-            self.rows.fill(into, received, self._stop)
-        return into
+        yield first
+        for share in shares:
+            yield self._rows.start_gather(share, stop)
+        is_backward, store = stop == self.slice.stop, self.slice.store
+        following = replace(self, layer=self.layer + (-1 if is_backward else 1))
+        buffer = following.comes_next(is_backward)
+        if buffer is not None and buffer.num_shares > 1:
+            store.leave()
+            # What is not taken after all does no harm: these rows stay as they are.
+            ahead = self._rows.start_gather(self.parallel.heads(buffer.pair)[0], stop)
+            store.ahead = (following.name, self.slice.first_row, stop), ahead
 
-    def leave(self) -> None:
-        """Waits for what is under way and will not be taken: its memory is in use until then."""
-        for *_, work in self._started:
-            if work is not None:
-                work.wait()
+    def _take(self, opened: torch.Tensor, stop: int) -> torch.Tensor:
+        """Has the next head group's rows up to ``stop`` come to where all that it sees are."""
+        under_way = next(self._gathered[0])
+        self._rows.fill(regain(opened), under_way.wait(), stop)
+        return opened

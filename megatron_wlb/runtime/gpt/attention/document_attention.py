@@ -21,14 +21,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import CompatibilityError, PlanError
-from megatron_wlb.runtime.gpt.attention.context_parallel import (
-    ContextParallel,
-    KeyGather,
-    context_attention,
-)
+from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
 from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.latent_rows import Expand
+from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, KeyGather
+from megatron_wlb.runtime.gpt.attention.latent_exchange import Expand
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     KVSlice,
     LayerSlice,

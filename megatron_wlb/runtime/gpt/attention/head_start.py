@@ -14,6 +14,7 @@ Legend: ``n`` local queries, ``H`` query heads, ``D`` head dimension.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -125,6 +126,12 @@ class NearKeys:
             to_device(queries, device) if len(queries) < lengths_q.sum() else None,
         )
         return parts, replace(layout, key_rows=layout.key_rows[~is_near])
+
+    def add(self, grads: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
+        """Adds gradients of near keys and values to those by row, ``[rows, 2, G, D]``."""
+        for grad, to in zip(grads, sums.unbind(1), strict=True):
+            for places, rows in self.rounds:
+                to.index_add_(0, rows, grad[places].to(sums.dtype))
 
 
 class JoinedCall:

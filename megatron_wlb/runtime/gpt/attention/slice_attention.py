@@ -22,9 +22,9 @@ Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
@@ -34,14 +34,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from megatron_wlb.cost.attention_latency import TILE, key_parts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Span
-from megatron_wlb.runtime.gpt.attention.divided import Gathered, Rows
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
+from megatron_wlb.runtime.gpt.attention.under_way import UnderWay
 
-Heads: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""Takes a tensor apart in head groups."""
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
+RowsKey: TypeAlias = tuple[tuple[Key, int], int, int]
+"""Whose rows: of which document and layer, from which to which."""
 
 
 @cache
@@ -83,8 +83,8 @@ class SliceStore:
         """By document and layer number."""
         self.choices: dict[tuple[Key, Any], dict[int, Any]] = {}
         """What a router notes of a document's slices, by where they start; until the next step."""
-        self.ahead: tuple[tuple[tuple[Key, int], int, int], Gathered] | None = None
-        """What a layer gathers already of another one's rows: whose, from which to which."""
+        self.ahead: tuple[RowsKey, UnderWay] | None = None
+        """What a layer gathers already of another one's rows."""
 
     def begin(self, forward_only: bool) -> None:
         """Starts a step; what a failed one has left is dropped.
@@ -110,10 +110,17 @@ class SliceStore:
                 "then all backward"
             )
 
+    def take(self, rows: RowsKey) -> UnderWay | None:
+        """What was gathered already of these rows."""
+        if self.ahead is None or self.ahead[0] != rows:
+            return None
+        (_, found), self.ahead = self.ahead, None
+        return found
+
     def leave(self) -> None:
-        """Ends what is gathered already, as nobody takes it."""
+        """Ends what is gathered already, as nobody takes it: its memory is in use until then."""
         if self.ahead is not None:
-            self.ahead[1].leave()
+            self.ahead[1].wait()
             self.ahead = None
 
     def slice(self, span: Span, divided: bool = False) -> KVSlice:
@@ -302,7 +309,12 @@ class LayerSlice:
     joined_from: int | None = 2
     """Chunks from which on a kernel that tells log-sum-exps attends in two parts; None: never."""
 
-    def fill(self, key: torch.Tensor, num_shares: int = 1) -> Buffer:
+    @property
+    def num_shares(self) -> int:
+        """Ranks that divide the buffer."""
+        return 1
+
+    def fill(self, key: torch.Tensor) -> Buffer:
         """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
 
         A slice follows the one before it. Or it is computed again for its own backward pass,
@@ -311,47 +323,28 @@ class LayerSlice:
         Raises :class:`PlanError` for any other order.
         """
         cut, buffers = self.slice, self.slice.store.buffers
-        buffer = buffers.get(self._name)
+        buffer = buffers.get(self.name)
         if buffer is None and cut.start == 0:
-            buffer = buffers[self._name] = Buffer(cut.length, key, num_shares)
+            buffer = buffers[self.name] = Buffer(cut.length, key, self.num_shares)
         if buffer is None or not self._is_next(buffer):
             if buffer is None or buffer.grad is not None or buffer.cuts[-1] != cut.start:
                 self._refuse("forward", buffer)
             buffer.cuts.append(cut.stop)
-        if buffer.num_shares != num_shares:
+        if buffer.num_shares != self.num_shares:
             raise PlanError(
                 f"rows {cut.start} to {cut.stop} of document {cut.document} are to be divided over "
-                f"{num_shares} ranks, those before over {buffer.num_shares}; give all slices of a "
-                "document the same"
+                f"{self.num_shares} ranks, those before over {buffer.num_shares}; give all slices "
+                "of a document the same"
             )
         return buffer
 
-    def gathered(self, rows: Rows, heads: Heads, stop: int) -> Gathered:
-        """The rows up to ``stop`` of all head groups of a divided buffer, under way.
-
-        When the last group's are there, those of the layer that comes next are begun, so that they
-        come while this one works: of the next layer in forward, in backward of the one before.
-        """
-        store = self.slice.store
-        name = self._name, rows.first, stop
-        if store.ahead is not None and store.ahead[0] == name:
-            (_, found), store.ahead = store.ahead, None
-        else:
-            found = Gathered(rows, heads(store.buffers[self._name].pair), stop)
-        found.then = partial(self._begin_next, rows, heads, stop)
-        return found
-
-    def _begin_next(self, rows: Rows, heads: Heads, stop: int) -> None:
-        """What is not taken after all does no harm: these rows stay as they are."""
-        cut, store, backward = self.slice, self.slice.store, stop == self.slice.stop
-        name = cut.document, self.layer + (-1 if backward else 1)
-        buffer = store.buffers.get(name)
-        if buffer is None or buffer.num_shares == 1:
-            return
-        comes = buffer.grad is None and buffer.cuts[-1] == cut.start
-        if self._is_next(buffer) if backward else comes:
-            store.leave()
-            store.ahead = (name, rows.first, stop), Gathered(rows, heads(buffer.pair), stop)
+    def comes_next(self, is_backward: bool) -> Buffer | None:
+        """The buffer, if the slice's next pass may be through this layer for the first time."""
+        buffer = self.slice.store.buffers.get(self.name)
+        if buffer is None:
+            return None
+        is_behind = buffer.grad is None and buffer.cuts[-1] == self.slice.start
+        return buffer if (self._is_next(buffer) if is_backward else is_behind) else None
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slice's own rows of a buffer's tensor."""
@@ -370,11 +363,6 @@ class LayerSlice:
                 rows.copy_(values)
             else:
                 torch.index_select(values, 0, index, out=rows)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that :meth:`attend` makes."""
-        return 1 if self._is_joined else len(self.slice.chunks)
 
     @property
     def _is_joined(self) -> bool:
@@ -406,14 +394,14 @@ class LayerSlice:
     def filled(self) -> None:
         """Ends the forward pass: without a backward pass, the last slice's frees the buffer."""
         if self.slice.store.forward_only and self.slice.stop == self.slice.length:
-            del self.slice.store.buffers[self._name]
+            del self.slice.store.buffers[self.name]
 
     def turn(self) -> tuple[Buffer, torch.Tensor]:
         """The buffer and its gradients, for the slice's backward pass.
 
         Raises :class:`PlanError` unless it is the last slice of the document that is still open.
         """
-        buffer = self.slice.store.buffers.get(self._name)
+        buffer = self.slice.store.buffers.get(self.name)
         if buffer is None or not self._is_next(buffer):
             self._refuse("backward", buffer)
         if buffer.grad is None:
@@ -423,8 +411,10 @@ class LayerSlice:
 
     def differentiate(
         self, calls: Sequence[KernelCall | PrefixCall], grad_out: torch.Tensor, grad: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Gradients of each call's queries; those of keys and values are added to ``grad``."""
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Gradients of each call's queries; those of keys and values are added to ``grad``. Also
+        those of the slice's own rows, which are complete with that.
+        """
         grads_query = []
         parts = torch.split(grad_out, [len(call.out) for call in calls])
         for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=False):
@@ -435,16 +425,16 @@ class LayerSlice:
             grads_query.append(grad_query)
             for half, total in zip(own, self.halves(grad[rows]), strict=True):
                 total += half
-        return grads_query
+        return grads_query, self.rows(grad)
 
     def turned(self) -> None:
         """Ends the backward pass: the document's first slice's frees the buffer."""
-        self.slice.store.buffers[self._name].cuts.pop()
+        self.slice.store.buffers[self.name].cuts.pop()
         if self.slice.start == 0:
-            del self.slice.store.buffers[self._name]
+            del self.slice.store.buffers[self.name]
 
     @property
-    def _name(self) -> tuple[Key, int]:
+    def name(self) -> tuple[Key, int]:
         return self.slice.document, self.layer
 
     def _is_next(self, buffer: Buffer) -> bool:
@@ -509,8 +499,8 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         run, calls, ctx.calls = ctx.run, ctx.calls, ()
-        buffer, grad = run.turn()
-        (grad_query,) = run.differentiate(calls, grad_out, grad)
-        pair = run.rows(grad).to(buffer.pair.dtype)
+        buffer, sums = run.turn()
+        (grad_query,), own = run.differentiate(calls, grad_out, sums)
+        pair = own.to(buffer.pair.dtype)
         run.turned()
         return grad_query, *run.halves(pair), None, None
