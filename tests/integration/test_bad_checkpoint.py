@@ -96,15 +96,19 @@ def test_flipped_weight_trains_on_without_checksums(
     assert not (folder / "iter_0000004" / checksums.NAME).exists(), "none are saved either"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [(".metadata", "cannot be read"), ("__0_0.distcp", "bytes, expected ")]
+)
 def test_damage_without_checksums_is_one_line_and_the_checkpoint_before_loads(
-    copied: tuple[Path, Flags], tmp_path: Path
+    name: str, said: str, copied: tuple[Path, Flags], tmp_path: Path
 ) -> None:
     folder, flags = copied
     flags |= {"wlb_no_checksums": True}
-    path = folder / "iter_0000004" / ".metadata"
+    path = folder / "iter_0000004" / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     finished = launch(tmp_path, 2, flags).wait()
-    assert_refused(finished, CheckpointError.exit_code, "ck/iter_0000004", "damaged", REMEDY)
+    fragments = [f"ck/iter_0000004 is damaged: {name} ", said, REMEDY]
+    assert_refused(finished, CheckpointError.exit_code, *fragments)
 
     (folder / TRACKER).write_text("2")  # what the line says
     finish(launch(tmp_path, 2, flags | {"wlb_metrics": "metrics"}))

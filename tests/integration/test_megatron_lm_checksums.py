@@ -17,7 +17,7 @@ from megatron_lm_runs import BOTH, DP2, PP2, launch
 from rank_runs import TRACKER, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.saving import checksums
+from megatron_wlb.runtime.saving import checksums, state_file
 from megatron_wlb.runtime.saving.state_file import NAME
 
 pytestmark = pytest.mark.launcher
@@ -114,6 +114,20 @@ def test_planners_state_is_verified_even_without_checksums_of_files(
     finished = launch(tmp_path, 2, flags | {"wlb_no_checksums": True}).wait()
     remedy = "--finetune" if "no packing" in said else REMEDY
     assert_refused(finished, CheckpointError.exit_code, said, remedy)
+
+
+@pytest.mark.parametrize("saved", ["dp2-torch"], indirect=True)
+def test_state_of_another_save_than_the_weights_is_refused(
+    saved: tuple[Path, Flags, list[str]], tmp_path: Path
+) -> None:
+    """As a crash leaves them in the middle of a save over an older one: the state comes first."""
+    folder, flags, _ = saved
+    shutil.copytree(folder / "ck", tmp_path / "ck")
+    newest = tmp_path / "ck" / "iter_0000004"
+    state_file.write(newest, 4, state_file.state_of(newest) | {"kernel": "another"})
+    finished = launch(tmp_path, 2, flags | {"wlb_no_checksums": True}).wait()
+    said = f"ck/iter_0000004 is damaged: its weights are of another save than {NAME}"
+    assert_refused(finished, CheckpointError.exit_code, said, REMEDY)
 
 
 def test_checkpoint_that_lost_its_checksums(

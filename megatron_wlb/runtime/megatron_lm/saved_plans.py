@@ -49,6 +49,9 @@ from megatron_wlb.runtime.saving.unpickling import check_metadata
 from megatron_wlb.runtime.stepping.optimizer import make_loadable
 
 RNG = "megatron_wlb_rng"
+SEAL = "megatron_wlb_state"
+"""In each of Megatron's own files of the format ``torch``: the checksum of the state that is saved
+with it. A save that ends halfway over an older one leaves both."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +84,8 @@ class Hooks:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._saving: tuple[Any, Callable[[str], None]] | None = None
-        """The random numbers to save, and what writes the planner's state into a folder."""
+        self._saving: tuple[dict[str, Any], Callable[[str], str]] | None = None
+        """The entries to save, and what writes the planner's state into a folder."""
         self._loaded: dict[str, Any] | None = None
         """The newest state dict that Megatron read of a run to go on with."""
         self._state: dict[str, Any] = {}
@@ -125,12 +128,14 @@ class Hooks:
             rng = of_all_ranks(rng, self.session.model.groups.dp_cp)
         iteration = args[0] if args else kwargs["iteration"]
         writes, folder = self._writes(settings.save), _folder(settings.save, iteration)
-        state = self.session.state() | {"checksums": writes and is_distributed}
+        state = self.session.state()
+        state |= {"checksums": writes and is_distributed, "sealed": not is_distributed}
 
-        def write_state(into: str) -> None:
-            from_first_rank(functools.partial(state_file.write, into, iteration, state))
+        def write_state(into: str) -> str:
+            return from_first_rank(functools.partial(state_file.write, into, iteration, state))
 
-        self._saving = rng, write_state
+        entries = {RNG: rng}
+        self._saving = entries, write_state
         if not is_store(folder):  # what is there of a save that this one replaces
             if self._skips:
                 Path(folder, checksums.NAME).unlink(missing_ok=True)
@@ -138,7 +143,7 @@ class Hooks:
                 Path(folder, state_file.NAME).unlink(missing_ok=True)
         try:
             if not is_distributed:
-                write_state(folder)
+                entries[SEAL] = write_state(folder)
             saved = original(*args, **kwargs)
             if writes and not is_distributed:
                 checksums.write(folder)
@@ -176,7 +181,7 @@ class Hooks:
         """Adds our random numbers to what is saved, and to the form into which is loaded."""
         state: dict[str, Any] = original(*args, **kwargs)
         if self._saving is not None:
-            state[RNG] = self._saving[0]
+            state |= self._saving[0]
         elif self._rng_fits():
             state[RNG] = sharded_rng(RNG, None, self.session.model)
         return state
@@ -186,7 +191,8 @@ class Hooks:
         reads before Megatron uses it.
 
         Raises :class:`CheckpointError` on every rank as :func:`.state_of` does, where the checksums
-        that it was saved with are not there, and for another schedule than this run's.
+        that it was saved with are not there, for weights of another save than the state, and for
+        another schedule than this run's.
         """
         found = original(*args, **kwargs)
         state, is_release = found[0], found[2]
@@ -198,6 +204,9 @@ class Hooks:
             self._state = from_first_rank(functools.partial(state_file.state_of, folder))
             if self._state.get("checksums") and not trusted:
                 raise damaged(folder, f"its {checksums.NAME} is missing")
+            seal = self._state["crc32"] if self._state.get("sealed") else None
+            if any(of_all_ranks(state.get(SEAL) != seal)):
+                raise damaged(folder, f"its weights are of another save than {state_file.NAME}")
         self._loaded = state
         require_same_schedule(self.session.args, self._scheduler, state)
         return found
@@ -215,8 +224,9 @@ class Hooks:
 
     def _verify(self, folder: str) -> None:
         if self._compared is None or self._compared[0] != folder:  # it is read twice
-            self._compared = folder, checksums.verify(folder, skip=self._skips)
-            check_metadata(folder)
+            trusted = checksums.verify(folder, skip=self._skips)
+            self._compared = folder, trusted
+            check_metadata(folder, sizes=self._skips or not trusted)
 
     @property
     def _skips(self) -> bool:

@@ -12,22 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.reading import MAX_RECORD_BYTES, read_text
+from megatron_wlb.reading import MAX_RECORD_BYTES, one_line, read_text
 
 LINE = "crc32 {}"
 """The first line, unless a caller has another form."""
 
 
-def write(folder: str | os.PathLike[str], name: str, text: str, line: str = LINE) -> None:
-    """Writes a file of a folder, which is made if it is not there.
+def write(folder: str | os.PathLike[str], name: str, text: str, line: str = LINE) -> str:
+    """Writes a file of a folder, which is made if it is not there; returns the checksum.
 
     Raises :class:`CheckpointError` where it cannot be written.
     """
-    sealed = f"{line.format(_crc32(text))}\n{text}"
+    checksum = crc32(text)
+    sealed = f"{line.format(checksum)}\n{text}"
     if is_store(folder):  # which has an object only when it is whole
-        with _client().open(f"{folder}/{name}", "w") as stream:
-            stream.write(sealed)
-        return
+        try:
+            with _client().open(f"{folder}/{name}", "w") as stream:
+                stream.write(sealed)
+        except Exception as failure:  # each store has errors of its own
+            raise CheckpointError(
+                f"cannot write {folder}/{name}: {one_line(failure)}; look at its address and what "
+                "you may do there, or choose another folder"
+            ) from failure
+        return checksum
     path = Path(folder, name)
     draft = path.with_name(f"{name}.partial")
     try:
@@ -42,6 +49,7 @@ def write(folder: str | os.PathLike[str], name: str, text: str, line: str = LINE
             f"cannot write {path}: {failure.strerror or failure}; free some room there, or choose "
             "another folder"
         ) from None
+    return checksum
 
 
 def read(folder: str | os.PathLike[str], name: str, line: str = LINE) -> str | None:
@@ -51,8 +59,7 @@ def read(folder: str | os.PathLike[str], name: str, line: str = LINE) -> str | N
     """
     try:
         if is_store(folder):
-            with _client().open(f"{folder}/{name}", "r") as stream:
-                sealed = stream.read()
+            sealed = _read_object(f"{folder}/{name}")
         elif not os.path.lexists(Path(folder, name)):
             return None
         else:
@@ -69,8 +76,8 @@ def unseal(sealed: str, what: str, line: str = LINE) -> str:
     changed.
     """
     first, _, text = sealed.partition("\n")
-    if first != line.format(_crc32(text)) or not text:
-        raise CheckpointError(f"{what} has crc32 {_crc32(text)}, expected {first[:30]!r}")
+    if first != line.format(crc32(text)) or not text:
+        raise CheckpointError(f"{what} has crc32 {crc32(text)}, expected {first[:30]!r}")
     return text
 
 
@@ -83,5 +90,15 @@ def _client() -> Any:
     return importlib.import_module("multistorageclient")
 
 
-def _crc32(text: str) -> str:
+def _read_object(path: str) -> str:
+    try:
+        with _client().open(path, "r") as stream:
+            return str(stream.read())
+    except FileNotFoundError:
+        raise
+    except Exception as failure:  # each store has errors of its own
+        raise CheckpointError(f"cannot read {path}: {one_line(failure)}") from failure
+
+
+def crc32(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"

@@ -29,13 +29,15 @@ _OF_BEFORE = "megatron_wlb"
 logger = logging.getLogger(__name__)
 
 
-def write(folder: str | os.PathLike[str], iteration: int, state: dict[str, Any]) -> None:
+def write(folder: str | os.PathLike[str], iteration: int, state: dict[str, Any]) -> str:
     """Writes the state into a checkpoint's folder, which is made if it is not there.
+
+    Returns its checksum, which :func:`state_of` has as ``crc32``.
 
     Raises :class:`CheckpointError` where it cannot be written.
     """
     text = json.dumps({"version": VERSION, "iteration": iteration, **state})
-    sealed.write(folder, NAME, text.removeprefix("{"), _FIRST_LINE)
+    return sealed.write(folder, NAME, text.removeprefix("{"), _FIRST_LINE)
 
 
 def newest_state(root: Path) -> tuple[int, dict[str, Any]] | None:
@@ -57,7 +59,9 @@ def state_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         text = sealed.read(folder, NAME, _FIRST_LINE)
-        state = None if text is None else parse_mapping("{" + text, is_json=True)
+        state = None
+        if text is not None:
+            state = parse_mapping("{" + text, is_json=True) | {"crc32": sealed.crc32(text)}
     except (CheckpointError, ConfigError) as error:
         raise damaged(folder, error) from None
     iteration = iteration_of(folder)

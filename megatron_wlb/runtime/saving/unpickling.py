@@ -70,19 +70,28 @@ def plain_values() -> Iterator[None]:
         patches.restore()
 
 
-def check_metadata(folder: str | os.PathLike[str]) -> None:
+def check_metadata(folder: str | os.PathLike[str], *, sizes: bool = False) -> None:
     """Reads the ``.metadata`` of a checkpoint, if it has one: torch only warns of what is wrong,
-    and looks for others. Called by every rank.
+    and looks for others. With ``sizes`` the files must be as long as it says. Called by every rank.
 
     Raises :class:`CheckpointError` on every rank for one that cannot be taken.
     """
 
     def check() -> None:
+        ends: dict[str, int] = {}
         try:
             with suppress(FileNotFoundError), open_file(Path(folder, ".metadata")) as stream:
-                _Unpickler(stream).load()
+                for place in _Unpickler(stream).load().storage_data.values():
+                    end = place.offset + place.length
+                    ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
         except Exception as error:  # unpickling damaged files raises anything
             raise damaged(folder, f".metadata cannot be read ({one_line(error)})") from error
+        for name, end in sorted(ends.items()) if sizes else ():
+            path = Path(folder, name)
+            if not path.is_file():
+                raise damaged(folder, f"{shown(name)} is missing")
+            if (num_bytes := path.stat().st_size) < end:
+                raise damaged(folder, f"{name} has {num_bytes} bytes, expected {end}")
 
     from_first_rank(check)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,3 +87,15 @@ def test_state_in_a_store_goes_through_its_client(
     monkeypatch.setitem(sys.modules, "multistorageclient", SimpleNamespace(open=opened))
     state_file.write("msc://ck/iter_0000007", 7, STATE)
     assert state_file.state_of("msc://ck/iter_0000007")["planner"] == STATE["planner"]
+
+
+@pytest.mark.parametrize("failure", [PermissionError(13, "denied"), RuntimeError("403 denied")])
+def test_error_of_a_store_is_one_line_on_all_ranks(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank brings this error to the others, and no other kind."""
+    store = SimpleNamespace(open=Mock(side_effect=failure))
+    monkeypatch.setitem(sys.modules, "multistorageclient", store)
+    for do in (partial(state_file.write, iteration=7, state=STATE), state_file.state_of):
+        with pytest.raises(CheckpointError, match=r"msc://ck/iter_0000007/wlb_state.json.*denied"):
+            do("msc://ck/iter_0000007")
