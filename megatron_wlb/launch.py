@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else ConfigError.exit_code
     script, flags = (None, words) if words[0].startswith("-") else (words[0], words[1:])
     plain = not any(flag.startswith("--wlb-") for flag in flags) and not _asks_for_help(flags)
-    if plain and (script is None or Path(script).is_file()):
+    if plain and script is None:  # which is ours
+        return rank_main(partial(run_script, script, flags), set_up_logs=False)
+    if plain and Path(str(script)).is_file():
         run_script(script, flags)
         return 0
     return rank_main(partial(launch, script, flags), set_up_logs=False)

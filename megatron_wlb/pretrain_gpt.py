@@ -93,6 +93,11 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
                 "pretrain_gpt.py of a Megatron-LM checkout, or give a --wlb-packing"
             )
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if not (blend or blend_per_split or args.mock_data):
+        raise ConfigError(
+            "no corpus is given; give --data-path with the prefix of a .bin/.idx corpus, or "
+            "--mock-data"
+        )
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,

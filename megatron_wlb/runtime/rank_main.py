@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,16 +164,19 @@ def _set_up_logs(rank: int) -> None:
     logging.getLogger("megatron").setLevel(logging.WARNING)
 
 
-def check_writable(flag: str, path: Path, writer: int = 0) -> None:
-    """Makes the empty file ``path`` on the rank that writes it, so that no work is lost for want of
-    a place.
+def check_writable(flag: str, path: Path, writer: int = 0, *, is_folder: bool = False) -> None:
+    """Makes the empty file ``path``, or writes in a folder, on the rank that will: so no work is
+    lost for want of a place.
 
     Raises :class:`ConfigError`, which names ``flag``, where it cannot be written.
     """
     if os.environ.get("RANK") == str(writer):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            (path if is_folder else path.parent).mkdir(parents=True, exist_ok=True)
+            if is_folder:
+                tempfile.TemporaryFile(dir=path).close()
+            else:
+                path.touch()
         except OSError as error:
             raise ConfigError(
                 f"cannot write {flag} {path}: {error.strerror}; choose another place"

@@ -66,7 +66,7 @@ def test_token_beyond_the_vocabulary_is_one_line_under_torchrun(
     assert "[rank" not in finished.output
 
 
-@pytest.mark.parametrize("flag", ["save", "wlb-metrics"])
+@pytest.mark.parametrize("flag", ["save", "wlb-metrics", "tensorboard-dir"])
 @pytest.mark.parametrize("place", ["file/below", further("/proc/none/below")])
 def test_unwritable_output_is_refused_before_training(
     flag: str, place: str, tmp_path: Path, corpus: Path

@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ConfigError.exit_code,
         ["--eval-iters is 1", "no documents", "--split"],
     ),
+    "train-iters": ({"train_iters": -1}, ConfigError.exit_code, ["--train-iters -1", "1 or more"]),
     "load": (
         {"load": "nowhere", "save": "ck"},
         CheckpointError.exit_code,

@@ -213,9 +213,11 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     from megatron.training import training
 
     global _session
+    last = args.world_size - 1  # it knows the loss, and may be on another machine than rank 0
     if config.wlb.wlb_metrics is not None:
-        last = args.world_size - 1  # it knows the loss, and may be on another machine than rank 0
         check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics), last)
+    if args.tensorboard_dir and not is_store(args.tensorboard_dir):
+        check_writable("--tensorboard-dir", Path(args.tensorboard_dir), last, is_folder=True)
     watchdog.watch(config.wlb.wlb_hang_seconds, end)
     extension = extension_of(config)
     kind = Session if extension is None else extension.session()

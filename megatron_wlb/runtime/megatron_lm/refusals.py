@@ -298,7 +298,12 @@ REFUSALS: tuple[Refusal[Given], ...] = (
     Refusal("--lr-decay-style",
         lambda a, style: style == "WSD" and not a.wsd_decays and not a.skip_train,
         "nothing says when it decays", "give --lr-wsd-decay-iters"),
-    Refusal("", lambda a, _: not (a.train_iters or a.train_samples or a.skip_train),
+    *(
+        Refusal[Given](flag, lambda a, num: num is not None and num < (0 if a.skip_train else 1),
+            "there is nothing to train", "use 1 or more")
+        for flag in ("--train-iters", "--train-samples")
+    ),
+    Refusal("", lambda a, _: a.train_iters is a.train_samples is None and not a.skip_train,
         "nothing says how long to train", "give --train-iters"),
     Refusal("", lambda a, _: a.lr is None and not a.skip_train,
         "--lr is missing, and Megatron-LM has no default for it", "give it, as in --lr 1e-4"),
