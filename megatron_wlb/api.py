@@ -155,7 +155,8 @@ def plan_batch(
             (``docs/slices.md``).
         num_micro_batches: of each data-parallel rank, some of which may be empty; with ``slices``
             about so many. Chosen by simulated time if not given.
-        equal_numbers: whether all ranks have as many micro-batches; not read with ``slices``.
+        equal_numbers: whether all ranks have as many micro-batches, as those must that exchange
+            tokens with experts; not read with ``slices``.
         groups: a number for each sample; those with one number run on one data-parallel rank.
         weights: what each token of each sample counts in the loss, ``[length]``, 0 where it is no
             target. Plans are the same; they count targets by it. None: each token counts 1.
@@ -165,10 +166,16 @@ def plan_batch(
 
     Raises:
         WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
-            groups of slices, weights of other lengths or below 0, a step that does not fit.
+            groups of slices, weights of other lengths or below 0, a step that does not fit, unequal
+            numbers where replicas exchange tokens.
     """
     _check(layout=layout)
     layout.check_experts()
+    if not (equal_numbers or slices) and layout.expert_replicas > 1:
+        raise ConfigError(
+            f"equal_numbers is False, but {layout.expert_replicas} data-parallel ranks exchange "
+            "tokens with each other's experts in each micro-batch; leave it True"
+        )
     stored = LengthSource.of_lengths("lengths", array_of(lengths)).stored
     assert stored is not None
     sizes: list[int] = stored.tolist()

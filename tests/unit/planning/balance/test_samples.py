@@ -119,6 +119,10 @@ def test_a_number_that_is_given_is_kept_and_packed_across_ranks() -> None:
         ({"weights": [np.ones(n) * 1j for n in (5, 6, 7)]}, "mask of document 0 holds complex128"),
         ({"weights": [[1] * 5, [[1], 2], [1] * 7]}, "mask of document 1 holds object"),
         ({"layout": 3}, "layout is 3"),
+        (
+            {"layout": wlb.Parallelism(dp_size=4, ep_size=2), "equal_numbers": False},
+            "equal_numbers is False, but 2 data-parallel ranks exchange tokens",
+        ),
     ],
 )
 def test_bad_batches_are_told(given: dict, complaint: str) -> None:
