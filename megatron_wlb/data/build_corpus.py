@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +26,8 @@ from megatron_wlb.data.tokenizer import (
     train_bpe,
 )
 from megatron_wlb.errors import CorpusError
+
+logger = logging.getLogger(__name__)
 
 
 def build_corpus(
@@ -75,10 +81,8 @@ def build_corpus(
             "choose another prefix, or replace it (--force)"
         )
 
-    parent = Path(prefix).absolute().parent
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=f".{Path(prefix).name}.") as folder:
+        with _draft_folder(Path(prefix).absolute()) as folder:
             draft = f"{folder}/draft"
             encoder = _make_encoder(tokenizer, settings, sources, draft, progress)
             counts, num_documents, num_tokens = _write(sources, encoder, draft, progress)
@@ -105,6 +109,39 @@ def build_corpus(
             "choose another folder, or make room"
         ) from error
     return info
+
+
+@contextmanager
+def _draft_folder(prefix: Path) -> Iterator[str]:
+    """A folder beside a corpus for its files, until they are whole; those that killed builds of it
+    have left are removed.
+
+    A build locks its folder, so one that is under way elsewhere keeps its own.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    begin = f".{prefix.name}."
+    for left in prefix.parent.iterdir():
+        if re.fullmatch(re.escape(begin) + r"[a-z0-9_]{8}", left.name):  # as tempfile names them
+            with suppress(OSError), _locked(left):
+                if all(path.name.startswith("draft.") for path in left.iterdir()):
+                    shutil.rmtree(left)
+                    logger.warning("removed %s, which a build that was killed had left", left)
+    draft = tempfile.TemporaryDirectory(dir=prefix.parent, prefix=begin)
+    with draft as folder, ExitStack() as lock:
+        with suppress(OSError):  # of a file system without locks
+            lock.enter_context(_locked(folder))
+        yield folder
+
+
+@contextmanager
+def _locked(folder: str | Path) -> Iterator[None]:
+    """Raises ``OSError`` where another process has the lock."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _make_encoder(

@@ -31,6 +31,8 @@ def test_build_prints_a_table_of_what_it_wrote(wlb) -> None:
     assert rows["tokens"] == str(7 + 11 + 19 + 8)
     assert rows["length in tokens, max"] == "19"
     assert (rows["vocabulary"], rows["skipped: binary files"]) == ("256", "1")
+    to_train = "to train: --data-path c --tokenizer-type NullTokenizer --vocab-size 256"
+    assert said.out.splitlines()[-1] == to_train
 
 
 def test_build_json_is_one_object_and_nothing_else(wlb) -> None:

@@ -215,6 +215,27 @@ def test_build_interrupted_keeps_the_old_corpus(texts: Path, tmp_path: Path, tas
     assert len(Corpus.open(tmp_path / "c").lengths) == old.num_documents
 
 
+def test_build_removes_what_killed_builds_of_it_left(
+    texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing of another build under way, nor what only looks alike."""
+    for name in (".c.abc_ef12/draft.bin", ".c.backup_1/mine", ".c.old/draft.bin"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    others = []
+
+    def meanwhile(*_: Any) -> None:
+        if not others:
+            others.append("under way")
+            others[0] = build_corpus([texts], tmp_path / "c", force=True)
+
+    build_corpus([texts], tmp_path / "c", force=True, progress=meanwhile)
+    assert others and Corpus.open(tmp_path / "c")
+    assert list_names(tmp_path)[:2] == [".c.backup_1", ".c.old"]
+    (said,) = caplog.messages
+    assert said.startswith(f"removed {tmp_path}/.c.abc_ef12, ")
+
+
 def test_build_that_fails_between_its_files_leaves_no_index(texts: Path, tmp_path: Path) -> None:
     build_corpus([texts], tmp_path / "c")
     (tmp_path / "c.json").unlink()
