@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     prefix = corpus(out / "corpus", console)
     summary: dict[str, Any] = {}
-    pictures = [out / "lengths.png"]
+    pictures: list[Path] = []
     for layout in options.layouts:
         own, path = LAYOUTS[layout], out / f"{layout}.json"
         batch, rounds = options.windows or own.num_windows, options.rounds or own.rounds
@@ -123,11 +123,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         console.print(f"\n{report.headline(figures)}{explained}", soft_wrap=True)
         summary[layout] = figures
         console.print(report.table(f"{layout}: {what}", figures))
-        pictures += report.draw(recording, out, layout)
-    from megatron_wlb.study.plot import plot_lengths
+        from megatron_wlb.study.plot import plot_lengths
 
-    statistics = LengthStatistics.of(Corpus.open(prefix).lengths, window)
-    plot_lengths(statistics, window, pictures[0])
+        pictures += [out / f"{layout}-lengths.png", *report.draw(recording, out, layout)]
+        statistics = LengthStatistics.of(Corpus.open(prefix).lengths, window)
+        plot_lengths(statistics, window, out / f"{layout}-lengths.png")
     write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     console.print(f"figures:  {out / 'summary.json'}", soft_wrap=True)
     for picture in pictures:

@@ -49,7 +49,7 @@ LAUNCHED = (
     *("--position-embedding-type", "rope", "--hidden-dropout", "0", "--attention-dropout", "0"),
     *("--lr-decay-style", "constant", "--adam-beta2", "0.95", "--eval-iters", "0"),
     *("--eval-interval", "1000000", "--log-interval", "1"),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),  # the last ends documents
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "256"),
     *("--wlb-device", "cpu", "--distributed-backend", "gloo", "--transformer-impl", "local"),
     *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
     *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),

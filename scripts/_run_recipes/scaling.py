@@ -13,7 +13,7 @@ MOST_PROCESSES = 4
 NUM_STEPS = 3
 WINDOW_TOKENS = 128
 VOCAB_SIZE = 511
-"""And one for the end of documents: 512, which every TP up to 4 pads alike."""
+"""Every TP up to 4 pads it to 512. Its last token ends documents of mock data, and of no corpus."""
 MIDDLES = {"prefix": 256, "middle": 257, "suffix": 258, "pad": 259, "eod": 0}
 """Tokens of fill-in-the-middle, which NullTokenizer knows by number: ids from 256 on are no bytes
 of the corpus, whose documents end with 0."""

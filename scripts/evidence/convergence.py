@@ -183,7 +183,7 @@ class Job:
             *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
             *("--nproc-per-node", str(setting.num_processes), "-m", "megatron_wlb.launch"),
             *("--train-data-path", texts.trained, "--valid-data-path", texts.held_out),
-            *("--vocab-size", str(texts.vocab_size - 1)),  # and the end of documents
+            *("--vocab-size", str(texts.vocab_size)),  # with the end of documents
             *("--seed", str(self.seed), "--train-iters", str(steps)),
             *("--lr-warmup-iters", str(steps // 20)),
             *("--eval-interval", str(interval)),

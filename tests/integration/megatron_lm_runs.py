@@ -48,7 +48,7 @@ BOTH: Flags = {
 MEGATRON_LM: Flags = {
     # For a small model on a CPU.
     "tokenizer_type": "NullTokenizer",
-    "vocab_size": 255,  # and one for the end of documents
+    "vocab_size": 255,  # no text has a byte of 255; corpora of bytes end documents with 0
     "distributed_backend": "gloo",
     "transformer_impl": "local",
     "no_gradient_accumulation_fusion": True,

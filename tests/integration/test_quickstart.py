@@ -144,11 +144,8 @@ def test_recordings_hold_the_steps_in_turns(out: Path) -> None:
 
 
 def test_pictures_are_there(out: Path) -> None:
-    names = [
-        "lengths",
-        *(f"{layout}-{what}" for layout in LAYOUTS for what in ("work", "timeline")),
-    ]
-    for name in names:
+    whats = "lengths", "work", "timeline"
+    for name in (f"{layout}-{what}" for layout in LAYOUTS for what in whats):
         picture = (out / f"{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 5000
