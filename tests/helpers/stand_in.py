@@ -21,12 +21,12 @@ def _script() -> Any:
     return pretrain_gpt
 
 
-def settings_left_out() -> set[str]:
-    """Settings of Megatron's data sets that it does not give."""
+def settings_left_out(mocks: bool = True) -> set[str]:
+    """Settings of Megatron's data sets that it does not give, without a corpus."""
     script, given = _script(), mock.Mock()
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-    args = mock.Mock(**dict.fromkeys(script.LEFT_OUT), mock_data=True)
+    args = mock.Mock(**dict.fromkeys(script.LEFT_OUT), mock_data=mocks)
     with mock.patch.multiple(
         script,
         get_args=lambda: args,

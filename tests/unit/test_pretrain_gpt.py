@@ -9,7 +9,7 @@ import pytest
 from helpers import stand_in
 from packaging.version import Version
 
-from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.errors import CompatibilityError, WLBError
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 NOT_READ = {
@@ -35,6 +35,11 @@ def asked(in_one_process: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_data_sets_have_each_setting_that_megatrons_script_gives(asked: Any) -> None:
     assert (asked(stand_in.settings_left_out) or set()) <= NOT_READ
+
+
+def test_no_corpus_is_one_line(in_one_process: Callable[..., Any]) -> None:
+    with pytest.raises(WLBError, match=r"give --data-path|name a checkout's pretrain_gpt"):
+        in_one_process(stand_in.settings_left_out, False)
 
 
 def test_masks_of_windows_reach_the_model(asked: Any) -> None:
