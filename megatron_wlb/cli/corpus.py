@@ -96,16 +96,12 @@ def _build(args: argparse.Namespace) -> int:
     else:
         out = console()
         out.print(_table(info, lengths))
-        say(out, f"to train: --data-path {info.prefix} {_tokenizer_flags(info)}")
+        known = f"--tokenizer-type NullTokenizer --vocab-size {info.vocab_size}"
+        say(out, f"to train: --data-path {info.prefix} {known}")
+        if info.tokenizer == "bpe":
+            own = f"{info.prefix}.tokenizer.json"
+            say(out, f"to give {own} to Megatron instead: docs/data-and-checkpoints.md")
     return 0
-
-
-def _tokenizer_flags(info: CorpusInfo) -> str:
-    """Megatron's flags for the corpus' tokens; texts are not read any more."""
-    flags = f"--tokenizer-type NullTokenizer --vocab-size {info.vocab_size}"
-    if info.tokenizer != "bpe":
-        return flags
-    return f"{flags}; docs/data-and-checkpoints.md says how to give {info.prefix}.tokenizer.json"
 
 
 def _summary(info: CorpusInfo) -> dict[str, float]:

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -113,8 +113,7 @@ def build_corpus(
 
 @contextmanager
 def _draft_folder(prefix: Path) -> Iterator[str]:
-    """A folder beside a corpus for its files, until they are whole; those that killed builds of it
-    have left are removed.
+    """A folder beside a corpus for its files until they are whole; removes what killed builds left.
 
     A build locks its folder, so one that is under way elsewhere keeps its own.
     """
@@ -127,18 +126,19 @@ def _draft_folder(prefix: Path) -> Iterator[str]:
                     shutil.rmtree(left)
                     logger.warning("removed %s, which a build that was killed had left", left)
     draft = tempfile.TemporaryDirectory(dir=prefix.parent, prefix=begin)
-    with draft as folder, ExitStack() as lock:
-        with suppress(OSError):  # of a file system without locks
-            lock.enter_context(_locked(folder))
+    with draft as folder, _locked(folder, or_not=True):
         yield folder
 
 
 @contextmanager
-def _locked(folder: str | Path) -> Iterator[None]:
-    """Raises ``OSError`` where another process has the lock."""
+def _locked(folder: str | Path, *, or_not: bool = False) -> Iterator[None]:
+    """Raises ``OSError`` where another process has the lock, or the file system has none; not with
+    ``or_not``.
+    """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError) if or_not else nullcontext():
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(opened)

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.reading import MAX_RECORD_BYTES, one_line, read_text
 
 LINE = "crc32 {}"
@@ -25,31 +25,28 @@ def write(folder: str | os.PathLike[str], name: str, text: str, line: str = LINE
     """
     checksum = crc32(text)
     sealed = f"{line.format(checksum)}\n{text}"
-    if is_store(folder):  # which has an object only when it is whole
-        try:
+    try:
+        if is_store(folder):  # which has an object only when it is whole
             with _client().open(f"{folder}/{name}", "w") as stream:
                 stream.write(sealed)
-        except Exception as failure:  # each store has errors of its own
-            raise CheckpointError(
-                f"cannot write {folder}/{name}: {one_line(failure)}; look at its address and what "
-                "you may do there, or choose another folder"
-            ) from failure
-        return checksum
-    path = Path(folder, name)
-    draft = path.with_name(f"{name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(sealed)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(path)
-    except OSError as failure:
+        else:
+            _write_file(Path(folder, name), sealed)
+    except Exception as failure:  # each store has errors of its own
+        said = getattr(failure, "strerror", None) or one_line(failure)
         raise CheckpointError(
-            f"cannot write {path}: {failure.strerror or failure}; free some room there, or choose "
-            "another folder"
-        ) from None
+            f"cannot write {folder}/{name}: {said}; free some room there, or choose another folder"
+        ) from failure
     return checksum
+
+
+def _write_file(path: Path, content: str) -> None:
+    draft = path.with_name(f"{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with draft.open("w", encoding="utf-8") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.replace(path)
 
 
 def read(folder: str | os.PathLike[str], name: str, line: str = LINE) -> str | None:
@@ -59,15 +56,16 @@ def read(folder: str | os.PathLike[str], name: str, line: str = LINE) -> str | N
     """
     try:
         if is_store(folder):
-            sealed = _read_object(f"{folder}/{name}")
+            with _client().open(f"{folder}/{name}", "r") as stream:
+                sealed = stream.read()
         elif not os.path.lexists(Path(folder, name)):
             return None
         else:
             sealed = read_text(Path(folder, name), MAX_RECORD_BYTES)
     except FileNotFoundError:
         return None
-    except ConfigError as error:
-        raise CheckpointError(f"{name} cannot be read ({error})") from None
+    except Exception as error:  # each store has errors of its own
+        raise CheckpointError(f"{name} cannot be read ({one_line(error)})") from error
     return unseal(sealed, name, line)
 
 
@@ -88,16 +86,6 @@ def is_store(folder: str | os.PathLike[str]) -> bool:
 
 def _client() -> Any:
     return importlib.import_module("multistorageclient")
-
-
-def _read_object(path: str) -> str:
-    try:
-        with _client().open(path, "r") as stream:
-            return str(stream.read())
-    except FileNotFoundError:
-        raise
-    except Exception as failure:  # each store has errors of its own
-        raise CheckpointError(f"cannot read {path}: {one_line(failure)}") from failure
 
 
 def crc32(text: str) -> str:

@@ -132,7 +132,7 @@ class _ContextAttention(torch.autograd.Function):
         with torch.enable_grad():
             ctx.parts = list(run.forward(query, key, value, keep=True))
         ctx.calls = [call for part in ctx.parts for call in part.calls]
-        if run.exchange.kept:
+        if isinstance(run.exchange, LatentExchange) and run.exchange.kept:
             ctx.calls.append(run.exchange)
         return _joined([part.out.detach() for part in ctx.parts])
 

@@ -177,11 +177,6 @@ class KeyExchange:
         # Of latents it needs those of a slice too, for the gradient of what projects them up.
         return self.gather.has_others or self.has_latents
 
-    @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """What is kept for the backward pass, besides what a graph of its own keeps."""
-        return ()
-
     def start(self, key: torch.Tensor, value: torch.Tensor | None) -> UnderWay:
         """Starts with the local ones of a head group, ``[T/CP, G/g, D]`` ×2."""
         assert value is not None

@@ -57,6 +57,7 @@ class LatentExchange(KeyExchange):
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, besides what a graph of its own keeps."""
         if self._latents is None or self._pairs is None:
             return ()
         return self._latents, self._pairs
