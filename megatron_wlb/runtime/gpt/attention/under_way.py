@@ -41,6 +41,7 @@ class UnderWay:
         """What has come. It is handed over: to be called once."""
         if self._work is not None:
             self._work.wait()
+        self._work = None  # which holds the tensors, too
         received = self._tensors[0]
         self._tensors.clear()
         return received
