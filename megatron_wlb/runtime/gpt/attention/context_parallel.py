@@ -21,7 +21,7 @@ With a sliding window a rank sends only what others see, where that is less
 
 A layer with multi-latent attention exchanges *latents* instead, which have one small head, and
 projects what it receives up to keys and values
-(:class:`megatron_wlb.runtime.gpt.attention.latent_exchange.LatentExchange`).
+(:class:`megatron_wlb.runtime.gpt.attention.exchange.LatentExchange`).
 
 With several *head groups* each of these happens once a group of key/value heads, and the
 communication of the next group runs while the present one is computed.
@@ -44,22 +44,26 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.gpt.attention.divided import DividedSlice
+from megatron_wlb.runtime.gpt.attention.exchange import (
+    ContextParallel,
+    Expand,
+    KeyExchange,
+    KeyGather,
+    LatentExchange,
+    UnderWay,
+    free,
+    halves,
+    one_ahead,
+    regain,
+)
 from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
-from megatron_wlb.runtime.gpt.attention.key_exchange import (
-    ContextParallel,
-    KeyExchange,
-    KeyGather,
-)
-from megatron_wlb.runtime.gpt.attention.latent_exchange import Expand, LatentExchange
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     KernelCall,
     LayerSlice,
     PrefixCall,
-    halves,
 )
-from megatron_wlb.runtime.gpt.attention.under_way import UnderWay, free, one_ahead, regain
 
 
 @dataclass(slots=True)

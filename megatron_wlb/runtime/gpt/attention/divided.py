@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel
-from megatron_wlb.runtime.gpt.attention.slice_attention import (
-    Buffer,
-    KernelCall,
-    LayerSlice,
-    PrefixCall,
-)
-from megatron_wlb.runtime.gpt.attention.under_way import (
+from megatron_wlb.runtime.gpt.attention.exchange import (
+    ContextParallel,
     UnderWay,
     all_gather,
     free,
     one_ahead,
     reduce_scatter,
     regain,
+)
+from megatron_wlb.runtime.gpt.attention.slice_attention import (
+    Buffer,
+    KernelCall,
+    LayerSlice,
+    PrefixCall,
 )
 
 

@@ -34,9 +34,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from megatron_wlb.cost.attention_latency import TILE, key_parts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Span
+from megatron_wlb.runtime.gpt.attention.exchange import UnderWay, halves
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
-from megatron_wlb.runtime.gpt.attention.under_way import UnderWay
 
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
@@ -50,14 +50,6 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[…, G, D]`` and values of a pair ``[…, 2, G, D]``, of which narrower values fill the
-    first ``value_dim`` numbers; None: all.
-    """
-    key, value = pair.unbind(1)
-    return key, value[..., :value_dim]
 
 
 class Buffer:

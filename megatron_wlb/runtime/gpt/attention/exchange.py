@@ -1,25 +1,98 @@
-"""The keys and values of all ranks that share a micro-batch: where they are, and how they come.
+"""What ranks that share a micro-batch exchange: where their keys and values are, and how they come.
 
-Legend: ``T`` tokens of the micro-batch, ``Tk`` keys of the kernel call, ``G/g`` key/value heads of
-a head group, ``D`` head dimension.
+A layer with multi-latent attention exchanges latents in their place. A collective that has begun is
+a value, :class:`UnderWay`.
+
+Legend: ``T`` tokens of the micro-batch, ``Tk`` keys of the kernel call, ``G`` key/value heads,
+``G/g`` those of a head group, ``D`` head dimension, ``R`` numbers of a token's latent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_wlb.plan.sharding import RankLayout
 from megatron_wlb.runtime.gpt.attention.head_start import NearKeys
-from megatron_wlb.runtime.gpt.attention.slice_attention import halves
-from megatron_wlb.runtime.gpt.attention.under_way import UnderWay, all_gather, reduce_scatter
 from megatron_wlb.runtime.ranks.transfer import to_device
+
+T = TypeVar("T")
+
+# Their names from torch 2.13 on; the old ones warn there.
+all_gather, reduce_scatter = (
+    getattr(dist, new, None) or getattr(dist, old)
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
+
+class UnderWay:
+    """A collective that has begun. What it fills and what it reads stay until it is done.
+
+    ``whole`` is what comes of it, if not what is received. Without anything to send nothing runs.
+    """
+
+    def __init__(
+        self,
+        start: Callable[..., Any],
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        group: dist.ProcessGroup,
+        whole: torch.Tensor | None = None,
+    ) -> None:
+        self._tensors = [received if whole is None else whole, sent]
+        self._work = start(received, sent, group=group, async_op=True) if len(sent) else None
+
+    def wait(self) -> torch.Tensor:
+        """What has come. It is handed over: to be called once."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None  # which holds the tensors, too
+        received = self._tensors[0]
+        self._tensors.clear()
+        return received
+
+
+def one_ahead(begun: Iterable[T]) -> Iterator[T]:
+    """What an iterator begins, each when the one behind it is begun too."""
+    begun = iter(begun)
+    present = next(begun)
+    for following in begun:
+        yield present
+        present = following
+    yield present
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Gives back the memory, though graphs hold the tensor; :func:`regain` takes it again.
+
+    On a GPU the allocator hands it on in stream order, after the kernels that read it.
+    """
+    tensor.untyped_storage().resize_(0)
+
+
+def regain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with memory again. What it held is to be written: autograd need not know."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[…, G, D]`` and values of a pair ``[…, 2, G, D]``, of which narrower values fill the
+    first ``value_dim`` numbers; None: all.
+    """
+    key, value = pair.unbind(1)
+    return key, value[..., :value_dim]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +281,64 @@ class KeyExchange:
         num = len(self.gather.layout.sent)  # of the filler there are none
         own = sums[self.gather.num_received :]
         return own.index_add(0, self.gather.sent[:num], reduced[:num])
+
+
+Expand: TypeAlias = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Projects latents up: those of so many ranks ``[ranks · n, 1, 1, R]`` to keys and values
+``[T, 1, G, …]``, in the order of ranks and of each one's tokens.
+
+With sequence parallelism a rank has ``n`` of its tokens' latents, and all tensor-parallel ranks
+call it together; otherwise those of all its tokens.
+"""
+
+
+class LatentExchange(KeyExchange):
+    """Exchanges latents ``[n, 1, R]`` in place of keys and values, so many of each rank.
+
+    What comes is projected up, and gradients down; both are there for one head group alone.
+    """
+
+    has_latents = True
+
+    def __init__(self, gather: KeyGather, group: dist.ProcessGroup, expand: Expand) -> None:
+        super().__init__(gather, group)
+        self._expand = expand
+        self._latents: torch.Tensor | None = None
+        self._pairs: torch.Tensor | None = None
+
+    def start(self, key: torch.Tensor, value: torch.Tensor | None) -> UnderWay:
+        local = key.detach().contiguous()
+        rows = local.new_empty(len(local) * self.group.size(), *local.shape[1:])
+        return UnderWay(all_gather, rows, local, self.group)
+
+    def rows(self, gathering: UnderWay, *, keep: bool) -> torch.Tensor:
+        """``[T, 2, G, D]``: narrower values are filled up with zeros."""
+        latents = gathering.wait().requires_grad_(keep)
+        with torch.set_grad_enabled(keep):
+            key, value = self._expand(latents.unsqueeze(1), self.group.size())
+            value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+            pairs = torch.cat([key, value], dim=1)
+        if keep:
+            self._latents, self._pairs = latents, pairs
+        return pairs.detach()
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, besides what a graph of its own keeps."""
+        if self._latents is None or self._pairs is None:
+            return ()
+        return self._latents, self._pairs
+
+    @property
+    def out(self) -> torch.Tensor | None:
+        """The end of the graph from latents to keys and values."""
+        return self._pairs
+
+    def start_back(self, sums: torch.Tensor) -> tuple[UnderWay, torch.Tensor]:
+        """The same with the latents' gradients; adds the weights' to theirs."""
+        latents, pairs = self._latents, self._pairs
+        assert latents is not None and pairs is not None
+        self._latents = self._pairs = None
+        torch.autograd.backward(pairs, sums.to(pairs.dtype))
+        assert latents.grad is not None
+        return super().start_back(latents.grad.to(sums.dtype))
