@@ -65,8 +65,8 @@ def rest_of(layout: RankLayout, kernel: Any, group: Any = None, **options: Any) 
     """What attention takes besides query, key and value."""
     import torch
 
-    from megatron_wlb.runtime.gpt.attention.exchange import ContextParallel, KeyGather
     from megatron_wlb.runtime.gpt.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, KeyGather
 
     return (
         Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
@@ -228,7 +228,7 @@ def layer_bytes(
     import torch
     from _quickstart.live_bytes import LiveBytes
 
-    from megatron_wlb.runtime.gpt.attention import exchange
+    from megatron_wlb.runtime.gpt.attention import key_exchange
     from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
 
     layout = layout_of(lengths, sharding)
@@ -243,7 +243,7 @@ def layer_bytes(
     # gloo's threads let go of buffers some time after a collective is done.
     done = mock.Mock()
     no_exchange = mock.patch.multiple(
-        exchange,
+        key_exchange,
         all_gather=lambda rows, local, **_: done,
         reduce_scatter=lambda local, rows, **_: done,
     )
@@ -336,7 +336,7 @@ def ordered(events: list[str], kernel: Any, **options: Any) -> None:
     """Notes the order in which a GPU's streams are given work, forward and then backward."""
     import torch
 
-    from megatron_wlb.runtime.gpt.attention import exchange, head_start
+    from megatron_wlb.runtime.gpt.attention import head_start, key_exchange
     from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
 
     def collective(name: str) -> Any:
@@ -355,7 +355,7 @@ def ordered(events: list[str], kernel: Any, **options: Any) -> None:
     group = mock.Mock(**{"size.return_value": 2})
     replaced = {"all_gather": collective("gather"), "reduce_scatter": collective("reduce")}
     with (
-        mock.patch.multiple(exchange, **replaced),
+        mock.patch.multiple(key_exchange, **replaced),
         mock.patch.object(head_start, "LINK_SHARE", 0),
     ):
         rest = rest_of(layout, kernel, group, **options)

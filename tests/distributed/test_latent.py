@@ -28,10 +28,10 @@ def sent_numbers(case: Layout) -> tuple[list[int], list[int], int]:
     """
     from helpers.ranks import build_runner
 
-    from megatron_wlb.runtime.gpt.attention import exchange
+    from megatron_wlb.runtime.gpt.attention import key_exchange
 
     gathered, reduced = [], []
-    gather, reduce = exchange.all_gather, exchange.reduce_scatter
+    gather, reduce = key_exchange.all_gather, key_exchange.reduce_scatter
 
     def noting_gather(rows: Any, local: Any, **named: Any) -> Any:
         gathered.append(local.numel())
@@ -43,7 +43,7 @@ def sent_numbers(case: Layout) -> tuple[list[int], list[int], int]:
 
     runner = build_runner(case.config, WORKLOAD)
     plan = scatter_for(case.config, WORKLOAD, case.world_size, 0)
-    with mock.patch.multiple(exchange, all_gather=noting_gather, reduce_scatter=noting_reduce):
+    with mock.patch.multiple(key_exchange, all_gather=noting_gather, reduce_scatter=noting_reduce):
         runner.run(plan)
     return gathered, reduced, sum(m.padded_length for m in plan)
 

@@ -119,7 +119,7 @@ def attend(
     import torch
 
     from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
-    from megatron_wlb.runtime.gpt.attention.exchange import ContextParallel
+    from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel
     from megatron_wlb.runtime.gpt.attention.slice_attention import LayerSlice
 
     tokens_here, params = params_of(unit, len(numbers), sharding, store, divided)
@@ -266,7 +266,7 @@ def errors_in_parts(cp_size: int) -> tuple[list[float], int]:
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Counts the numbers that collectives give."""
-    from megatron_wlb.runtime.gpt.attention import exchange
+    from megatron_wlb.runtime.gpt.attention import key_exchange
 
     numbers: Counter[str] = Counter()
 
@@ -278,9 +278,9 @@ def counted() -> Iterator[Counter[str]]:
         return call
 
     with mock.patch.multiple(
-        exchange,
-        all_gather=counting("gather", exchange.all_gather),
-        reduce_scatter=counting("reduce", exchange.reduce_scatter),
+        key_exchange,
+        all_gather=counting("gather", key_exchange.all_gather),
+        reduce_scatter=counting("reduce", key_exchange.reduce_scatter),
     ):
         yield numbers
 

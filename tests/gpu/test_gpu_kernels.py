@@ -183,7 +183,7 @@ def test_freed_and_gathered_again_over_nccl(nccl: None, num_head_groups: int, ke
     """NCCL's stream, the memory that is given back and taken again: many layers in a row."""
     from megatron_wlb.plan.sharding import rank_layout
     from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
-    from megatron_wlb.runtime.gpt.attention.exchange import ContextParallel, KeyGather
+    from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, KeyGather
 
     kernel = choose_kernel("auto", demand(2, 128)).kernel
     layout = rank_layout(LENGTHS, 1, 0, Sharding())

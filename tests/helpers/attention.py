@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 
 from megatron_wlb.plan.sharding import Sharding, rank_layout
-from megatron_wlb.runtime.gpt.attention import exchange
+from megatron_wlb.runtime.gpt.attention import key_exchange
 from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
-from megatron_wlb.runtime.gpt.attention.exchange import ContextParallel, KeyGather
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, KeyGather
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     KVSlice,
     LayerSlice,
@@ -249,7 +249,7 @@ def ranks_in_turn(
         return done
 
     results = [torch.empty_like(query), torch.empty_like(query)]
-    with mock.patch.multiple(exchange, all_gather=gather, reduce_scatter=reduce):
+    with mock.patch.multiple(key_exchange, all_gather=gather, reduce_scatter=reduce):
         for layout, local in zip(layouts, tokens, strict=True):
             q, k, v = (t[local].detach().requires_grad_() for t in (query, key, value))
             segments = Segments.of(

@@ -213,13 +213,13 @@ class Done:
 @contextlib.contextmanager
 def reduce_nothing(runner) -> Iterator[None]:
     """Each rank's keys get the gradients of its own queries only."""
-    from megatron_wlb.runtime.gpt.attention import exchange
+    from megatron_wlb.runtime.gpt.attention import key_exchange
 
     def own_only(out, given, group, async_op):
         out.copy_(given.chunk(group.size())[group.rank()])
         return Done()
 
-    with mock.patch.object(exchange, "reduce_scatter", own_only):
+    with mock.patch.object(key_exchange, "reduce_scatter", own_only):
         yield
 
 

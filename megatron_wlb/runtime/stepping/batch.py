@@ -30,8 +30,8 @@ from megatron_wlb.errors import CorpusError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
-from megatron_wlb.runtime.gpt.attention.exchange import KeyGather
 from megatron_wlb.runtime.gpt.attention.kernels import Segments
+from megatron_wlb.runtime.gpt.attention.key_exchange import KeyGather
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead

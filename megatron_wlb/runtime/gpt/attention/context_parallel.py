@@ -21,7 +21,7 @@ With a sliding window a rank sends only what others see, where that is less
 
 A layer with multi-latent attention exchanges *latents* instead, which have one small head, and
 projects what it receives up to keys and values
-(:class:`megatron_wlb.runtime.gpt.attention.exchange.LatentExchange`).
+(:class:`megatron_wlb.runtime.gpt.attention.key_exchange.LatentExchange`).
 
 With several *head groups* each of these happens once a group of key/value heads, and the
 communication of the next group runs while the present one is computed.
@@ -44,7 +44,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.gpt.attention.divided import DividedSlice
-from megatron_wlb.runtime.gpt.attention.exchange import (
+from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
+from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
+from megatron_wlb.runtime.gpt.attention.key_exchange import (
     ContextParallel,
     Expand,
     KeyExchange,
@@ -56,9 +59,6 @@ from megatron_wlb.runtime.gpt.attention.exchange import (
     one_ahead,
     regain,
 )
-from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
-from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     KernelCall,
     LayerSlice,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatron_wlb.runtime.gpt.attention.exchange import (
+from megatron_wlb.runtime.gpt.attention.key_exchange import (
     ContextParallel,
     UnderWay,
     all_gather,

@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
 from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
-from megatron_wlb.runtime.gpt.attention.exchange import ContextParallel, Expand, KeyGather
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, Expand, KeyGather
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     KVSlice,
     LayerSlice,

@@ -124,7 +124,7 @@ class DocumentLatentAttention(MLASelfAttention):  # type: ignore[misc]
         return query, key, value, low, latents
 
     def expand(self, latents: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_wlb.runtime.gpt.attention.exchange.Expand`."""
+        """See :class:`~megatron_wlb.runtime.gpt.attention.key_exchange.Expand`."""
         config, heads = self.config, self.num_attention_heads_per_partition
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         latent, shared = torch.split(latents.squeeze(2), sizes, dim=-1)

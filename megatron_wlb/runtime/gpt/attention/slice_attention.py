@@ -34,9 +34,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from megatron_wlb.cost.attention_latency import TILE, key_parts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Span
-from megatron_wlb.runtime.gpt.attention.exchange import UnderWay, halves
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
+from megatron_wlb.runtime.gpt.attention.key_exchange import UnderWay, halves
 
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""

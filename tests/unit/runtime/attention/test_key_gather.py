@@ -8,7 +8,7 @@ from megatron_wlb.plan.sharding import Sharding, rank_layout
 
 
 def test_split_of_keys_waits_for_nothing_on_the_device() -> None:
-    from megatron_wlb.runtime.gpt.attention.exchange import KeyGather
+    from megatron_wlb.runtime.gpt.attention.key_exchange import KeyGather
 
     layout = rank_layout([24, 8], 2, 1, Sharding("per-document"))
     slice_rows = layout.token_rows[:24]
@@ -23,7 +23,7 @@ def test_split_of_keys_waits_for_nothing_on_the_device() -> None:
 def test_a_split_that_is_made_ahead_moves_with_its_gather() -> None:
     from dataclasses import replace
 
-    from megatron_wlb.runtime.gpt.attention.exchange import KeyGather
+    from megatron_wlb.runtime.gpt.attention.key_exchange import KeyGather
     from megatron_wlb.runtime.ranks.transfer import mapped
 
     gather = KeyGather.of(rank_layout([24, 8], 2, 1, Sharding("per-document")), "cpu")
