@@ -7,24 +7,13 @@ all keys are added up by row, and one reduce-scatter brings each rank those of i
 The ranks are the model's context-parallel ones, or for a micro-batch that several data-parallel
 ranks run together those of all of them.
 
-A slice's keys and values are gathered with the others, once, and go to the document's buffer, which
-is whole on every rank. The gradients there are this rank's part. Those of the slice's own rows are
-reduced with the others when its backward pass runs: the same bytes as without slices. Where ranks
-divide the buffer, the rows before the slice are gathered besides
+A pass is one loop over *head groups*: the communication of the next one runs while the present one
+is computed. Each other feature stands by itself: how keys or latents come
+(:mod:`megatron_wlb.runtime.gpt.attention.key_exchange`), a head start
+(:mod:`megatron_wlb.runtime.gpt.attention.head_start`), a slice, whose keys are gathered with the
+others once and go to its document's buffer
+(:mod:`megatron_wlb.runtime.gpt.attention.slice_attention`), and a buffer that ranks divide
 (:mod:`megatron_wlb.runtime.gpt.attention.divided`).
-
-The first exchange may have a *head start*: see
-:mod:`megatron_wlb.runtime.gpt.attention.head_start`.
-
-With a sliding window a rank sends only what others see, where that is less
-(:attr:`megatron_wlb.plan.sharding.RankLayout.sent`), and takes its own keys from itself.
-
-A layer with multi-latent attention exchanges *latents* instead, which have one small head, and
-projects what it receives up to keys and values
-(:class:`megatron_wlb.runtime.gpt.attention.key_exchange.LatentExchange`).
-
-With several *head groups* each of these happens once a group of key/value heads, and the
-communication of the next group runs while the present one is computed.
 
 What it holds is in :func:`megatron_wlb.cost.exchange.exchange_bytes`.
 
