@@ -294,7 +294,7 @@ def _layout(of: Run | Rejected) -> dict[str, Any]:
     return sizes | {
         "stage_layers": of.parallelism.stage_layers,
         "num_micro_batches": of.num_micro_batches,
-        "recompute": of.recompute.granularity or "none",
+        "recompute": of.recompute.title,
     }
 
 
@@ -321,7 +321,7 @@ def _table(args: argparse.Namespace, machine: str, space: Space, found: Search, 
             str(number) if number <= len(layouts) else "",
             title(scenario.parallelism),
             str(scenario.num_micro_batches),
-            scenario.recompute.granularity or "none",
+            scenario.recompute.title,
             outcome.title,
             f"{outcome.setting.max_tokens / space.window:.2f}",
             f"{choice.candidate.mfu:.1%}",

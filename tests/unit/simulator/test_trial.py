@@ -12,6 +12,7 @@ from helpers.machines import H100
 from megatron_wlb.cost import DocumentCost, Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.errors import ConfigError, WLBError
@@ -19,7 +20,7 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.metrics import measure
 from megatron_wlb.planning.run import Run
-from megatron_wlb.simulator.baseline import baseline, fitting, row, s_max
+from megatron_wlb.simulator.baseline import baseline, fitting, row
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.trial import Outcome, Steps, by_part, planning_costs, trial, trials
 
@@ -217,9 +218,32 @@ def test_figures_have_one_name_each_and_gains_a_frame() -> None:
     assert figures["net_speedup"] == figures["speedup"] and frame.stock is None
     assert figures["tokens"] == found.metrics.num_tokens and figures["max_windows"] == 2
     assert row(found)["speedup"] is None
-    overlapped = baseline(scenario(execution=Execution(Parallelism(tp_size=2))), steps)
+    spread = Parallelism(tp_size=2, sequence_parallel=True)
+    overlapped = baseline(scenario(execution=Execution(spread)), steps)
     assert overlapped.stock is not None and overlapped.stock.mfu > overlapped.original.mfu
     assert "net ones are over it with --tp-comm-overlap" in overlapped.said
+    plain = replace(spread, sequence_parallel=False)  # with which Megatron refuses the flag
+    assert baseline(scenario(execution=Execution(plain)), steps).stock is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "bf16", "overlaps"),
+    [
+        ({"dp_size": 2}, (None,), True, True),
+        ({"dp_size": 2}, ("selective",), True, True),
+        ({"dp_size": 2, "pp_size": 2, "vpp_size": 2}, (None,), True, True),
+        ({"dp_size": 2, "pp_size": 2}, (None,), True, False),
+        ({"dp_size": 2}, ("full", "block", 1), True, False),
+        ({"dp_size": 2}, (None,), False, False),
+    ],
+)
+def test_stock_overlaps_experts_where_megatron_does(
+    layout: dict, recompute: tuple, bf16: bool, overlaps: bool
+) -> None:
+    """As ``TransformerConfig`` says of ``--overlap-moe-expert-parallel-comm``."""
+    execution = Execution(Parallelism(ep_size=2, **layout), Recompute(*recompute), bf16=bf16)
+    run = scenario(shape=load_model("mixtral-8x7b"), execution=execution)
+    assert ("--overlap-moe-expert-parallel-comm" in run.more_overlap) == overlaps
 
 
 def test_baseline_recomputes_what_it_must_to_fit_memory() -> None:
@@ -237,6 +261,18 @@ def test_baseline_recomputes_what_it_must_to_fit_memory() -> None:
     never = baseline(replace(base, memory_gib=0.5 * min(needs.values())), steps)
     assert not never.fits and never.name == "original, which does not fit memory"
     assert never.as_dict()["original_fits"] is False
+    assert "does not fit memory even with full recomputation" in never.said
+
+
+def test_baseline_recomputes_all_layers_where_some_are_too_few() -> None:
+    some = scenario(execution=Execution(Parallelism(pp_size=2), Recompute("full", "block", 1)))
+    all_layers = some.executed(recompute=Recompute("full", "uniform", 1))
+    for run, again in ((some, "full (block 1)"), (all_layers, "full")):
+        least_gib = max(run.memory.peak_bytes(rank, [WINDOW] * 8) for rank in (0, 1)) / GIB
+        frame = baseline(replace(some, memory_gib=1.01 * least_gib), Steps(REFERENCE, 1, 0))
+        assert frame.fits and frame.as_dict()["over_recompute"] == again
+        said = "original" if run is some else "original, full recomputation"
+        assert frame.name == said == frame.as_dict()["over"]
 
 
 def test_s_max_is_two_windows_or_what_fits() -> None:
