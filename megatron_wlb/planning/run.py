@@ -45,7 +45,7 @@ from megatron_wlb.extensions import load
 from megatron_wlb.plan.sharding.layout import length_multiple
 from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.plan.sharding.shard import Kind, Sharding
-from megatron_wlb.planning.packing import Packer, PackingSettings
+from megatron_wlb.planning.packing import Packer, PackingSettings, kind_of
 from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank
 from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
 from megatron_wlb.planning.slicing.pipeline import Pipeline
@@ -465,7 +465,7 @@ class Run(Executed, _Batch):
         self._latency.chunk_us(longest, longest)
 
     def max_tokens(self) -> int:
-        """S_max: the longest micro-batch of which a whole pipeline fits the memory limit.
+        """The longest micro-batch of which a whole pipeline fits the memory limit.
 
         Raises :class:`ConfigError` where the model or the shortest one does not.
         """

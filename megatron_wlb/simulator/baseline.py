@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb.cost import Recompute
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.packing import PackingSettings, kind_of
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.trial import Outcome, Sharding, Steps, trial
 
@@ -226,20 +225,3 @@ def fitting(run: Run) -> Run:
         if one.fits_windows:
             return one
     return run
-
-
-def s_max(run: Run, packing: str, asked: int | None = None) -> int:
-    """S_max as training has it: as ``asked``; else two windows for each that a micro-batch stands
-    for, or what fits memory where that is less. All that fits where memory was given.
-
-    Units of slices are smaller, and memory decides on their number instead.
-    """
-    row = run.micro_batch_tokens
-    if asked is not None or kind_of(packing).slices:
-        return asked or 2 * row
-    try:
-        fits = run.max_tokens()
-    except ConfigError:
-        return row
-    most = 2 * row if run.memory_gib is None else run.step_tokens
-    return max(row, min(fits, most))

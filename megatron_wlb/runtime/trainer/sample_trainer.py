@@ -73,7 +73,7 @@ class SampleTrainer:
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
         self._alike = run.alike
         self.layout = parallelism(config, dp_size)
-        self._max_tokens = max_tokens(config, padded, dp_size)
+        self._max_tokens = max_tokens(config, run)
 
     @property
     def iteration(self) -> int:

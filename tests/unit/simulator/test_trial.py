@@ -277,14 +277,14 @@ def test_baseline_recomputes_all_layers_where_some_are_too_few() -> None:
 
 def test_s_max_is_two_windows_or_what_fits() -> None:
     base = scenario()
-    assert s_max(base, "hold") == s_max(base, "slim") == 2 * WINDOW
-    assert s_max(base, "hold", 40000) == 40000
+    assert base.s_max("hold") == base.s_max("slim") == 2 * WINDOW
+    assert base.s_max("hold", 40000) == 40000
     most = base.max_tokens()
-    assert s_max(replace(base, memory_gib=base.limit_gib), "hold") == min(most, base.step_tokens)
+    assert replace(base, memory_gib=base.limit_gib).s_max("hold") == min(most, base.step_tokens)
     tight = replace(base, hardware=replace(base.hardware, memory_gib=7))
-    assert WINDOW < s_max(tight, "hold") == tight.max_tokens() < 2 * WINDOW
+    assert WINDOW < tight.s_max("hold") == tight.max_tokens() < 2 * WINDOW
     none = replace(base, hardware=replace(base.hardware, memory_gib=1))
-    assert s_max(none, "hold") == WINDOW and s_max(none, "slim") == 2 * WINDOW
+    assert none.s_max("hold") == WINDOW and none.s_max("slim") == 2 * WINDOW
 
 
 def test_parts_of_the_steps_hold_each_step_once() -> None:

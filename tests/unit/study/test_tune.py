@@ -79,7 +79,7 @@ def test_recommendation_keeps_the_limit_and_is_no_worse_than_what_it_is_judged_a
     # Judged on the steps that all commands simulate, as anybody can check.
     for judged in (found.chosen, *found.defaults, found.original):
         assert judged.mfu == trial(a_run(), judged.setting, steps[1]).mfu
-    assert found.original.metrics != found.tried_original.metrics
+    assert found.original.metrics != found.tried_base.original.metrics
     assert {"slim", "fixed-greedy", "original"} <= {e.setting.name for e in found.judged}
 
 
