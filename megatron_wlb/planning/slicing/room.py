@@ -62,7 +62,7 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
     again = units.recomputed or [NOTHING] * len(units.spans)
     for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
         multiple = merged_multiple(length_multiple, len(ranks))
-        multiples = max(1, -(-sum(span.length for span in spans) // multiple))
+        multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
         num_tokens, cut = unit_of(spans, multiples * multiple // (len(ranks) or 1))[:2]
         divided = units.divided and cut is not None
         found.append(Unit(num_tokens, cut, ranks, recomputed, divided))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +169,27 @@ def test_measured_cost_takes_the_place_of_the_modelled_one() -> None:
 def test_nothing_to_simulate_is_an_error(options: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run(scenario(), "original", **options)
+
+
+class Counted(LengthSource):
+    """Counts how often documents are drawn of it."""
+
+    times = 0
+
+    def stream(self, *args: Any, **options: Any) -> Any:
+        type(self).times += 1
+        return super().stream(*args, **options)
+
+
+def test_documents_are_drawn_once_for_all_that_is_tried_on_them() -> None:
+    base, settings = scenario(), [PackingSettings(n, 2 * WINDOW) for n in ("slim", "wlb", "hold")]
+    steps = Steps(Counted("lengths", stored=_lengths()), num=3, warm_up=2, seeds=(1, 2))
+    baseline(base, steps)
+    found = [trial(base, setting, replace(steps, tell=lambda: None)) for setting in settings]
+    assert Counted.times == len(steps.seeds)
+    anew = replace(steps, source=LengthSource("lengths", stored=_lengths()))
+    for setting, one in zip(settings, found, strict=True):
+        assert trial(base, setting, anew).mfu == one.mfu
 
 
 def test_what_cannot_be_packed_is_found_before_any_step() -> None:
