@@ -26,7 +26,6 @@ from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.layers import Precisions, slices
 from megatron_wlb.cost.parts import Latent
-from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.corpora import Corpora
@@ -223,11 +222,11 @@ def max_tokens(config: Config, run: Run) -> int:
     Raises :class:`ConfigError` where ``--wlb-memory-gib`` is given, and ``--wlb-max-tokens`` or not
     even the windows that a micro-batch stands for fit.
     """
-    given, memory_gib, packing = (
-        config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib, config.wlb.wlb_packing
-    )  # fmt: skip
-    found = run.s_max(packing, given)
-    if memory_gib is None or kind_of(packing).slices:
+    given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
+    if memory_gib is None:  # what --wlb-hardware has, wherever this runs
+        run = run.executed(kernels="fused")
+    found = run.s_max(config.wlb.wlb_packing, given)
+    if memory_gib is None or kind_of(config.wlb.wlb_packing).slices:
         return found
     fitting, window = run.max_tokens(), run.window
     if fitting < found:
@@ -340,7 +339,7 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     )
     if packing.kind.slices:
         check_positions(config, documents.longest(packing))
-    costs = shaping_costs(config, run) if packing.simulated else None
+    costs = run.planning_costs(config.wlb.wlb_cost == "analytic") if packing.simulated else None
     selector = cp_selector(config, run, documents.longest_segment(packing))
     planner = documents.planner(packing, costs=costs, selector=selector)
     if isinstance(planner.slicing, Slicer):
@@ -396,17 +395,6 @@ def check_positions(config: Config, longest: int) -> None:
             f"{rows} positions; raise --max-position-embeddings, or use "
             "--position-embedding-type rope"
         )
-
-
-def shaping_costs(config: Config, run: Run) -> StepCosts:
-    """Spreads the run's cost over the stages as the model's parts are.
-
-    Transfers take time only with ``--wlb-cost analytic``: a measured cost says nothing of them.
-    """
-    costs = dataclasses.replace(run, measured=run.cost).costs
-    if config.wlb.wlb_cost == "analytic":
-        return costs
-    return dataclasses.replace(costs, p2p_latency_us=0.0, p2p_us_per_token=0.0)
 
 
 def cp_selector(config: Config, run: Run, longest: int) -> Selector | None:

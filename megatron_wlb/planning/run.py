@@ -424,6 +424,13 @@ class Run(Executed, _Batch):
         stages = StageCosts.spread(self.measured, self.model)
         return replace(analytic, stages=stages, experts=self._experts)
 
+    def planning_costs(self, transfers: bool) -> StepCosts:
+        """The costs by which training chooses among plans: the run's cost, spread over the stages
+        as the model's parts are. ``transfers`` take no time by a measured cost, which has none.
+        """
+        costs = replace(self, measured=self.cost).costs
+        return costs if transfers else replace(costs, p2p_latency_us=0.0, p2p_us_per_token=0.0)
+
     @cached_property
     def _experts(self) -> ExpertGroups | None:
         return ExpertGroups.of(self.model, self.measured, self.window)

@@ -17,7 +17,6 @@ from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, StepPlan
@@ -46,23 +45,20 @@ Sharding: TypeAlias = Mode | Kind
 
 
 class _Reader:
-    """Reads a stream that others read too, from its start."""
+    """Reads a stream that others read too, from its start; ``drawn`` has all steps so far."""
 
-    def __init__(self, stream: Stream, drawn: list[tuple[list[Document], bool]]) -> None:
-        """``drawn`` has the documents of each step that was read, and whether any are left."""
-        self.step = 0
-        self._stream, self._drawn = stream, drawn
+    def __init__(self, stream: Stream, drawn: list[list[Document]]) -> None:
+        self.step, self._stream, self._drawn = 0, stream, drawn
 
     @property
     def exhausted(self) -> bool:
-        return self.step > 0 and self._drawn[self.step - 1][1]
+        return self.step == len(self._drawn) and self._stream.exhausted
 
     def next_step(self) -> list[Document]:
         if self.step == len(self._drawn):
-            self._drawn.append((self._stream.next_step(), self._stream.exhausted))
-        documents, _ = self._drawn[self.step]
+            self._drawn.append(self._stream.next_step())
         self.step += 1
-        return [*documents]
+        return [*self._drawn[self.step - 1]]
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -75,9 +71,8 @@ class _Drawn:
     """Documents of a source, drawn once for all that is tried on them."""
 
     def __init__(self, source: Documents) -> None:
-        self.source = source
-        self.longest = cache(source.longest)
-        self._streams: dict[object, tuple[Stream, list[tuple[list[Document], bool]]]] = {}
+        self.source, self.longest = source, cache(source.longest)
+        self._streams: dict[object, tuple[Stream, list[list[Document]]]] = {}
 
     def stream(self, num_steps: int, **options: Any) -> Stream:
         key = num_steps, *sorted(options.items())
@@ -237,7 +232,7 @@ def trials(
 ) -> list[Outcome]:
     """Does what :func:`trial` does with several shardings of the same micro-batches."""
     steps.check(run, [setting])
-    costs = planning_costs(run) if setting.simulated else None
+    costs = run.planning_costs(run.measured is None) if setting.simulated else None
     memory, meter = _Memory(run), Meter()
     shardings = shardings if run.parallelism.cp_size > 1 else ["per-sequence"]
     tallies = [_Tally(run, sharding, memory.simulator) for sharding in shardings]
@@ -294,14 +289,6 @@ def packed(
     for plan in planner.plans(num):
         meter.add(plan)
     return meter.metrics(planner.packer.waiting)
-
-
-def planning_costs(run: Run) -> StepCosts:
-    """The costs by which training chooses among plans: the run's cost, spread over the stages as
-    the model's parts are. A measured cost says nothing of transfers, so they take no time.
-    """
-    costs = replace(run, measured=run.cost).costs
-    return costs if run.measured is None else replace(costs, p2p_latency_us=0, p2p_us_per_token=0)
 
 
 def by_part(work: Sequence[float], times_us: Sequence[float]) -> tuple[float, ...]:

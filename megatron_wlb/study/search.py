@@ -38,7 +38,7 @@ from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.simulator.baseline import FULL, baseline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.simulator.trial import Steps, planning_costs, trial
+from megatron_wlb.simulator.trial import Steps, trial
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay
 from megatron_wlb.study.found import (
     DEFAULT_WINDOWS,
@@ -374,7 +374,7 @@ def _sliced(
             simulator = Simulator(run.costs, p, memory=run.memory)
             workload = steps.workloads(run)[0]
             try:
-                planner = workload.planner(setting, SLICED_STEPS, costs=planning_costs(run))
+                planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))
                 assert isinstance(planner.slicing, Slicer)
                 planner.slicing.check_room()  # as training does
                 plans = [*planner.plans(SLICED_STEPS)]

@@ -23,7 +23,7 @@ from megatron_wlb.planning.packing.metrics import measure
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.baseline import baseline, fitting, row
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.simulator.trial import Outcome, Steps, by_part, planning_costs, trial, trials
+from megatron_wlb.simulator.trial import Outcome, Steps, by_part, trial, trials
 
 SHAPE = ModelShape(
     hidden_size=512, ffn_hidden_size=1280, num_layers=8, num_attention_heads=8, num_query_groups=8,
@@ -223,7 +223,9 @@ def test_trial_is_of_the_plans_that_training_makes() -> None:
     for name in ("original", "wlb", "hold", "slim"):
         setting = PackingSettings(name, 2 * WINDOW)
         found = trial(base, setting, Steps(REFERENCE, num=5, warm_up=3, seeds=(7,)))
-        planner = base.workload(REFERENCE, seed=7).planner(setting, 8, costs=planning_costs(base))
+        planner = base.workload(REFERENCE, seed=7).planner(
+            setting, 8, costs=base.planning_costs(True)
+        )
         plans = list(planner.plans(8))[3:]
         assert found.metrics == measure(plans, planner.packer.waiting)
         assert found.step_us == pytest.approx(sum(map(step_us, plans)) / 5, rel=1e-12)

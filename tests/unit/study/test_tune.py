@@ -126,12 +126,6 @@ def test_smaller_s_max_is_taken_where_it_loses_nothing() -> None:
     assert uneven.tuned is not None and uneven.tuned.setting.max_tokens > WINDOW
 
 
-def test_no_setting_exceeds_the_s_max_that_memory_allows() -> None:
-    found = tuned(max_tokens=int(1.3 * WINDOW))
-    everything = [*found.tried, *found.defaults, *([found.tuned] if found.tuned else [])]
-    assert max(e.setting.max_tokens for e in everything) == int(1.3 * WINDOW)
-
-
 def test_limit_that_nothing_keeps_names_the_nearest_setting() -> None:
     with pytest.raises(PackingError, match="no setting of wlb keeps the mean delay within 0 ") as e:
         tuned(packings=["wlb"], max_delay=0.0)
