@@ -36,7 +36,6 @@ from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
 from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
-from megatron_wlb.cost.parts.feed_forward import FeedForward
 from megatron_wlb.cost.shape import Stage
 from megatron_wlb.cost.slices import PrefixCosts
 from megatron_wlb.cost.workspace import FP32
@@ -283,7 +282,7 @@ class AnalyticModel(Executed):
         shape, p, precisions = self.shape, self.parallelism, self._precisions(layer)
         taken_us = 0.0
         for part in layer.parts:
-            if isinstance(part, FeedForward):
+            if part.is_mlp:
                 weights = shape.hidden_size * part.matrix_numbers
                 products = part.product_numbers(shape.hidden_size, p)
                 numbers = part.elementwise_numbers / p.tp_size

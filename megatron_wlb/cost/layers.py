@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MAX_SIZE, MOST_LAYERS, real_number, truth, whole_number
@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 
 
 def check_sizes(sizes: Any) -> None:
-    """Raises :class:`ConfigError` if a field is no size, share or flag that a model can have."""
+    """Raises :class:`ConfigError` if a field is no size, share or flag that a model can have.
+
+    Fields go by their types. A size may be 0 if that is its default.
+    """
     for f in fields(sizes):
         name, value = f.name, getattr(sizes, f.name)
         if f.type == "bool":
             truth(name, value)
         elif f.type == "float":
             real_number(name, value, 0, 1)
-        elif name == "reach_tokens":
+        elif f.type == "int | None":
             whole_number(name, 1 if value is None else value, 1, MAX_SIZE)
         elif f.type == "int":
-            least = 0 if name in ("learned_positions", "shared_hidden_size") else 1
+            least = 0 if f.default == 0 else 1
             whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MAX_SIZE)
 
 
@@ -90,6 +93,9 @@ class Part(ABC):
     """
 
     __slots__ = ()
+
+    is_mlp: ClassVar[bool] = False
+    """Whether it is a dense MLP, which slices may compute once more in backward."""
 
     @property
     def query_size(self) -> int:

@@ -133,8 +133,8 @@ class ModelShape:
         """The same model with so many layers like its last one that predict further ahead."""
         return replace(self, predictors=((num, self.runs[-1][1]),) if num else ())
 
-    def with_experts(self, experts: Experts, layers: Sequence[bool]) -> ModelShape:
-        """The same model with experts in place of the dense MLP, in layers where that is said."""
+    def with_experts(self, experts: Part, layers: Sequence[bool]) -> ModelShape:
+        """The same model with experts, or another part, as the MLP where ``layers`` says so."""
         dense = (layer for num, layer in self.runs for _ in range(num))
         every = (
             replace(layer, parts=(*layer.parts[:-1], experts)) if has else layer

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM018
+from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM018, MegatronLM019
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Version:
 
 VERSIONS: Mapping[str, Version] = {
     "0.18.2": Version(True, "cabe277b4b45", "313315a344a8", MegatronLM018()),
-    "0.19.2": Version(True, "276656f016f4", "d999d1ae854a"),
+    "0.19.2": Version(True, "276656f016f4", "d999d1ae854a", MegatronLM019()),
     "0.20.0": Version(False, "276656f016f4", "d999d1ae854a"),  # not released: Megatron's main
 }
 """One of each series; the others of the series count as it does."""
