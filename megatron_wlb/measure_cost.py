@@ -33,7 +33,7 @@ def run(config: Config, path: Path) -> None:
     trainer = distributed.start(config, None if given is None else Corpora([], given, {}))
     import torch
 
-    from megatron_wlb.planning.from_config import max_tokens, model_shape
+    from megatron_wlb.planning.from_config import max_tokens, model_shape, run_of
     from megatron_wlb.runtime.measuring.measure import measure_tables
 
     model, processes = trainer.model, torch.distributed.get_world_size()
@@ -43,7 +43,7 @@ def run(config: Config, path: Path) -> None:
     tables = measure_tables(
         model,
         model_shape(config, padded),
-        max_tokens(config, padded, model.groups.dp.size()),
+        max_tokens(config, run_of(config, padded, model.groups.dp.size())),
         trainer.corpora.vocab_size,
         f"{name}, {processes} processes, torch {torch.__version__}",
     )

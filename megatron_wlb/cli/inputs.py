@@ -38,7 +38,7 @@ from megatron_wlb.settings.config import Config, flag_of, from_flat, table
 from megatron_wlb.settings.megatron import ParallelConfig
 from megatron_wlb.settings.packings import CHOSEN
 from megatron_wlb.settings.split import PipelineSplit
-from megatron_wlb.simulator.baseline import FULL, Baseline, baseline, s_max
+from megatron_wlb.simulator.baseline import FULL, Baseline, baseline, fitting
 from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE, on_gpus
 from megatron_wlb.simulator.trial import STEPS, WARM_UP_STEPS, Outcome, Sharding, Steps, trials
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
@@ -300,7 +300,7 @@ class Job:
         found = []
         for text in dict.fromkeys(["original", *names]):
             name = text.partition("+")[0].partition(":")[0]
-            max_tokens = s_max(run, name, self._asked_tokens)
+            max_tokens = run.s_max(name, self.asked_tokens)
             given = limits | own.get(name.replace("-", "_"), {})
             found.append(PackingSettings.parse(text, self.window, max_tokens, **given))
         return found
@@ -314,7 +314,7 @@ class Job:
         return [name + form for name in PACKINGS for form in kind_of(name).tried] + shaped
 
     @property
-    def _asked_tokens(self) -> int | None:
+    def asked_tokens(self) -> int | None:
         """S_max as ``--max-windows`` says, or else ``--model``; None where neither does."""
         given = self.args.max_windows
         if given is not None:
@@ -323,8 +323,8 @@ class Job:
 
     def max_tokens(self, run: Run) -> int:
         """S_max in tokens; a note says what memory makes of it."""
-        found, row = s_max(run, CHOSEN, self._asked_tokens), run.micro_batch_tokens
-        if self._asked_tokens is None and found != 2 * row:
+        found, row = run.s_max(CHOSEN, self.asked_tokens), run.micro_batch_tokens
+        if self.asked_tokens is None and found != 2 * row:
             fits = "which fit" if run.fits_windows else "though even so many do not fit"
             windows = f"{found:,} tokens ({found / self.window:.2f} windows)"
             remark(f"S_max is {windows}, {fits} {run.limit_gib:.1f} GiB")
@@ -385,7 +385,7 @@ class Job:
         for run, settings in cases:
             steps.check(run, settings)
         found: list[tuple[Outcome, Baseline]] = []
-        num = sum(len(settings) + bool(run.more_overlap) for run, settings in cases)
+        num = sum(len(settings) + bool(fitting(run).more_overlap) for run, settings in cases)
         with counting_bar(task, num * len(steps)) as tell:
             steps = replace(steps, tell=tell)
             for run, settings in cases:

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,9 +38,11 @@ from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.megatron import ParallelConfig
 from megatron_wlb.simulator.baseline import COLUMNS, row
+from megatron_wlb.simulator.trial import Steps
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain, steps_of
-from megatron_wlb.study.search import PASSES, Rejected, Search, Space, by_reason, search
+from megatron_wlb.study.found import Rejected, Search, by_reason
+from megatron_wlb.study.search import PASSES, Space, search
 
 STEP_TOKENS = 1 << 22
 """Tokens of a step if N is not given."""
@@ -119,6 +120,48 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    _check(args)
+    model = read_model(args.model)
+    if model.config.model.position_embedding_type == "yarn":
+        raise ConfigError(
+            f"--model {args.model} has --position-embedding-type yarn, which no run with "
+            "--wlb-packing takes, as positions are by document; use rope, learned_absolute or none"
+        )
+    config = inputs.asked(args, model)
+    model = model.with_settings(config)
+    documents = inputs.source(args, config.data.seq_length, config)
+    space = _space(args, model, config)
+    job = inputs.Job(args, model, config, space.num_micro_batches, documents)
+    steps = job.steps(max(space.num_micro_batches) * space.window)
+    if args.strategies:
+        return strategies().advise(args, steps, space, model)
+    found = _search(args, space, steps)
+    sections = _sections(found, space, model)
+    flags = {flag: value for section in sections.values() for flag, value in section.items()}
+    recipe.check_model(flags, space.shape)
+    machine = space.num_devices, space.hardware.devices_per_node
+    command = recipe.command(flags, *machine, model.environment, model.variables)
+    title = f"{Path(args.model).stem} on {machine_title(args.num_devices, space.machine)}"
+    if args.out:
+        remarks = _remarks(title, found, recipe.to_add(flags))
+        write_text(args.out, recipe.recipe(sections, *machine, remarks, model.environment))
+    if args.json:
+        print(json.dumps(_json(found, flags, command), indent=1))
+        return 0
+    out = console()
+    out.print(_table(args, title, space, found, steps.seeds[0]))
+    out.print(_rejected(found))
+    for line in [_verdict(found), found.base.said, *_best_of_each(found)]:
+        say(out, line)
+    out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.to_add(flags)}")
+    out.print(command, soft_wrap=True)
+    if args.out:
+        out.print(f"recipe: {args.out}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises :class:`ConfigError` for flags that cannot be, before anything is read."""
     check_file("--out", args.out)
     check_max_delay(args.max_delay)
     if not 0 <= args.headroom < 1:
@@ -130,75 +173,41 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
-    model = read_model(args.model)
-    if model.config.model.position_embedding_type == "yarn":
-        raise ConfigError(
-            f"--model {args.model} has --position-embedding-type yarn, which no run with "
-            "--wlb-packing takes, as positions are by document; use rope, learned_absolute or none"
-        )
-    packings = args.packing or Space.packings
-    config = inputs.asked(args, model)
-    model = model.with_settings(config)
-    hardware = config.wlb.wlb_hardware
-    machine_name = f"{Path(args.model).stem} on {machine_title(args.num_devices, hardware)}"
-    documents = inputs.source(args, config.data.seq_length, config)
-    space = _space(args, model, config, packings)
-    job = inputs.Job(args, model, config, space.num_micro_batches, documents)
-    steps = job.steps(max(space.num_micro_batches) * space.window)
-    if args.strategies:
-        return strategies().advise(args, steps, space, model)
-    if args.fp32:
+    if args.fp32 and not args.strategies:
         raise ConfigError(
             "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "
             "out, or give --strategies"
         )
+
+
+def _search(args: argparse.Namespace, space: Space, steps: Steps) -> Search:
     with progress_bar("searching") as progress:
-        found = search(
+        return search(
             space,
             steps,
             num_refined=args.refine,
             max_delay=args.max_delay,
-            hardware=hardware,
             # Each pass takes about as long as the others.
             progress=lambda what, done, total: progress(
                 PASSES.index(what) * 100 + 100 * done // total, 100 * len(PASSES)
             ),
         )
-    best = found.best
-    run, outcome = best.candidate.scenario, best.outcome
-    balance = recipe.balance_flags(run, outcome.flags, outcome.sharding, hardware)
-    sections = {
+
+
+def _sections(found: Search, space: Space, model: Model) -> dict[str, recipe.Flags]:
+    """The flags that train the best, by what they are about."""
+    run, outcome = found.best.candidate.scenario, found.best.outcome
+    return {
         **model.flags,
         "Layout": recipe.layout_flags(run),
         "Batch": model.batch_flags(run.num_micro_batches),
-        "Workload balance": balance,
+        "Workload balance": recipe.balance_flags(
+            run, outcome.flags, outcome.sharding, space.machine
+        ),
     }
-    flags = {flag: value for section in sections.values() for flag, value in section.items()}
-    recipe.check_model(flags, space.shape)
-    machine = space.num_devices, space.hardware.devices_per_node
-    command = recipe.command(flags, *machine, model.environment, model.variables)
-    if args.out:
-        remarks = _remarks(machine_name, found, recipe.to_add(flags))
-        text = recipe.recipe(sections, *machine, remarks, model.environment)
-        write_text(args.out, text)
-    if args.json:
-        print(json.dumps(_json(found, flags, command), indent=1))
-        return 0
-    out = console()
-    out.print(_table(args, machine_name, space, found, steps.seeds[0]))
-    out.print(_rejected(found))
-    for line in [_verdict(found), found.base.said, *_best_of_each(found)]:
-        say(out, line)
-    out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.to_add(flags)}")
-    out.print(command, soft_wrap=True)
-    if args.out:
-        out.print(f"recipe: {args.out}")
-    return 0
 
 
-def _space(
-    args: argparse.Namespace, model: Model, config: Config, packings: Sequence[str]
-) -> Space:
+def _space(args: argparse.Namespace, model: Model, config: Config) -> Space:
     window = config.data.seq_length
     numbers = args.num_micro_batches
     if numbers is None:
@@ -223,12 +232,13 @@ def _space(
         execution=execution(_undivided(config)),
         hardware=hardware,
         num_devices=args.num_devices,
+        machine=config.wlb.wlb_hardware,
         memory_gib=config.wlb.wlb_memory_gib,
         headroom=args.headroom,
         max_tp=max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
         window=window,
         num_micro_batches=inputs.numbers_of_micro_batches(numbers),
-        packings=tuple(dict.fromkeys(packings)),
+        packings=tuple(dict.fromkeys(args.packing or Space.packings)),
         sharding=cast(Mode, args.sharding),
         recomputes=tuple(RECOMPUTE[name] for name in recompute),
         extrapolate=args.cost_extrapolate,
@@ -294,7 +304,7 @@ def _layout(of: Run | Rejected) -> dict[str, Any]:
     return sizes | {
         "stage_layers": of.parallelism.stage_layers,
         "num_micro_batches": of.num_micro_batches,
-        "recompute": of.recompute.granularity or "none",
+        "recompute": of.recompute.title,
     }
 
 
@@ -321,7 +331,7 @@ def _table(args: argparse.Namespace, machine: str, space: Space, found: Search, 
             str(number) if number <= len(layouts) else "",
             title(scenario.parallelism),
             str(scenario.num_micro_batches),
-            scenario.recompute.granularity or "none",
+            scenario.recompute.title,
             outcome.title,
             f"{outcome.setting.max_tokens / space.window:.2f}",
             f"{choice.candidate.mfu:.1%}",

@@ -170,7 +170,7 @@ def _write(
             (
                 ("over", base.name),
                 ("machine", base.hardware),
-                ("recompute", run.recompute.granularity or "none"),
+                ("recompute", run.recompute.title),
                 ("documents", documents.title),
                 ("seeds", " ".join(str(seed + n) for n in range(args.num_seeds))),
             ),

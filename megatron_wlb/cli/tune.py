@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
             steps,
             base,
             packings=args.packing,
-            max_tokens=max_tokens,
+            max_tokens=job.asked_tokens,
             max_delay=args.max_delay,
             sharding=job.sharding,
             look_ahead=args.look_ahead,
@@ -113,13 +113,13 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(told | as_dict(tuning, base), indent=1))
         return 0
     out = console()
-    own = dataclasses.replace(base, original=tuning.tried_original, stock=None)
     front = frontier(tuning.tried)
     every = -(-len(front) // MOST_ROWS)
     shown = [one for at, one in enumerate(front) if at % every == 0 or one is front[-1]]
     caption = f"one in {every} of {len(front)}; --json and --plot have all" if every > 1 else ""
     head = f"{title}: the best of {len(tuning.tried)} settings of {', '.join(args.packing)}"
-    out.print(table_of_outcomes(head, COLUMNS, [(one, own) for one in shown], caption))
+    pairs = [(one, tuning.tried_base) for one in shown]
+    out.print(table_of_outcomes(head, COLUMNS, pairs, caption))
     caption = f"simulated: {steps.num} steps of each, seed {steps.seeds[0]}; mean delay up to "
     caption += f"{steps_of(args.max_delay)} (--max-delay); recommended stands last"
     judged = [one for one in tuning.judged if one is not tuning.chosen]
@@ -136,7 +136,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def as_dict(tuning: Tuning, base: Baseline) -> dict[str, object]:
     """JSON-able: what is recommended, what it was judged against, the curve, all that was tried."""
-    own = dataclasses.replace(base, original=tuning.tried_original, stock=None)
 
     def rows(outcomes: Iterable[Outcome], over: Baseline) -> list[dict[str, object]]:
         return [row(outcome, over) for outcome in outcomes]
@@ -149,8 +148,8 @@ def as_dict(tuning: Tuning, base: Baseline) -> dict[str, object]:
         "is_default": tuning.keeps_default,
         "defaults": rows(tuning.defaults, base),
         "baselines": rows(tuning.baselines, base),
-        "frontier": rows(frontier(tuning.tried), own),
-        "tried": rows(tuning.tried, own),
+        "frontier": rows(frontier(tuning.tried), tuning.tried_base),
+        "tried": rows(tuning.tried, tuning.tried_base),
     }
 
 

@@ -391,6 +391,12 @@ class Recompute:
         return [(min(self.num_layers, num_layers - start), True) for start in starts]
 
     @property
+    def title(self) -> str:
+        """``none``, ``selective``, ``full``, or ``full (block 2)`` of a part of the layers."""
+        part = f" ({self.method} {self.num_layers})" if self.method == "block" else ""
+        return f"{self.granularity or 'none'}{part}"
+
+    @property
     def of_predictors(self) -> bool:
         """Whether layers that predict further ahead run forward once more."""
         return self.granularity == "full" and self.method == "uniform"

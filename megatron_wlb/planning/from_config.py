@@ -26,7 +26,6 @@ from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.layers import Precisions, slices
 from megatron_wlb.cost.parts import Latent
-from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.corpora import Corpora
@@ -217,34 +216,31 @@ def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
     return read_cost(named, "--wlb-cost", shape, parallelism(config), extrapolate=extrapolate)
 
 
-def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int:
-    """S_max: ``--wlb-max-tokens``, or what fits ``--wlb-memory-gib``, or two windows for each that
-    a micro-batch stands for.
+def max_tokens(config: Config, run: Run) -> int:
+    """:meth:`.Run.s_max` of these settings.
 
-    Memory asks that a step fits even if all micro-batches in flight are S_max long. More than the
-    tokens of a step is of no use. Units of slices are smaller, and memory decides on their number
-    instead. Raises :class:`ConfigError` where not even the windows that a micro-batch stands for
-    fit, or ``--wlb-max-tokens`` does not.
+    Raises :class:`ConfigError` where ``--wlb-memory-gib`` is given, and ``--wlb-max-tokens`` or not
+    even the windows that a micro-batch stands for fit.
     """
     given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
-    window, micro_batch_size = config.data.seq_length, config.training.micro_batch_size
-    row = micro_batch_size * window
+    if memory_gib is None:  # what --wlb-hardware has, wherever this runs
+        run = run.executed(kernels="fused")
+    found = run.s_max(config.wlb.wlb_packing, given)
     if memory_gib is None or kind_of(config.wlb.wlb_packing).slices:
-        return 2 * row if given is None else given
-    run = run_of(config, padded_vocab_size, dp_size)
-    fitting = run.max_tokens()
-    if fitting < (given or row):
+        return found
+    fitting, window = run.max_tokens(), run.window
+    if fitting < found:
         name, wanted = ("--wlb-max-tokens", given) if given else ("--seq-length", window)
-        if given is None and micro_batch_size > 1:
-            name, wanted = f"--micro-batch-size {micro_batch_size} × --seq-length {window} =", row
+        if given is None and run.micro_batch_size > 1:
+            wanted = run.micro_batch_tokens
+            name = f"--micro-batch-size {run.micro_batch_size} × --seq-length {window} ="
         raise ConfigError(
             f"micro-batches of {name} {wanted} tokens do not fit --wlb-memory-gib {memory_gib:g}, "
             f"which {fitting} tokens do; recompute activations, use more TP or PP, or lower {name}"
         )
     if given is None:
-        given = min(fitting, run.step_tokens)
-        logger.info("S_max is %d tokens, which fit %g GiB", given, memory_gib)
-    return given
+        logger.info("S_max is %d tokens, which fit %g GiB", found, memory_gib)
+    return found
 
 
 def padded_vocab_size(config: Config, vocab_size: int) -> int:
@@ -337,13 +333,13 @@ def make_evaluation_planner(
 def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     padded = padded_vocab_size(config, split.corpora.vocab_size)
     run = run_of(config, padded, dp_size, cost=cost)
-    packing = PackingSettings.of_config(config.wlb, max_tokens(config, padded, dp_size))
+    packing = PackingSettings.of_config(config.wlb, max_tokens(config, run))
     documents = run.workload(
         split, seed=config.training.seed, long_documents=config.wlb.wlb_long_documents
     )
     if packing.kind.slices:
         check_positions(config, documents.longest(packing))
-    costs = shaping_costs(config, run) if packing.simulated else None
+    costs = run.planning_costs(config.wlb.wlb_cost == "analytic") if packing.simulated else None
     selector = cp_selector(config, run, documents.longest_segment(packing))
     planner = documents.planner(packing, costs=costs, selector=selector)
     if isinstance(planner.slicing, Slicer):
@@ -399,17 +395,6 @@ def check_positions(config: Config, longest: int) -> None:
             f"{rows} positions; raise --max-position-embeddings, or use "
             "--position-embedding-type rope"
         )
-
-
-def shaping_costs(config: Config, run: Run) -> StepCosts:
-    """Spreads the run's cost over the stages as the model's parts are.
-
-    Transfers take time only with ``--wlb-cost analytic``: a measured cost says nothing of them.
-    """
-    costs = dataclasses.replace(run, measured=run.cost).costs
-    if config.wlb.wlb_cost == "analytic":
-        return costs
-    return dataclasses.replace(costs, p2p_latency_us=0.0, p2p_us_per_token=0.0)
 
 
 def cp_selector(config: Config, run: Run, longest: int) -> Selector | None:

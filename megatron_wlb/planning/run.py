@@ -45,7 +45,7 @@ from megatron_wlb.extensions import load
 from megatron_wlb.plan.sharding.layout import length_multiple
 from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.plan.sharding.shard import Kind, Sharding
-from megatron_wlb.planning.packing import Packer, PackingSettings
+from megatron_wlb.planning.packing import Packer, PackingSettings, kind_of
 from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank
 from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
 from megatron_wlb.planning.slicing.pipeline import Pipeline
@@ -379,9 +379,18 @@ class Run(Executed, _Batch):
     def overlapped(self) -> Run:
         """The same with all communication overlapped that Megatron can overlap and plans cannot:
         tensor-parallel collectives, and the exchange with experts. Lengths that vary forbid both.
+
+        Megatron overlaps the first only with sequence parallelism. The second hides behind another
+        micro-batch: in a pipeline only with virtual stages, and it forbids full recomputation, fp32
+        and more than one layer that predicts further ahead.
         """
-        p = self.parallelism
-        return self.executed(tp_overlapped=p.tp_size > 1, ep_overlapped=p.ep_size > 1)
+        p, full = self.parallelism, self.recompute.granularity == "full"
+        alternates = p.pp_size == 1 or p.vpp_size > 1
+        plain = self.execution.bf16 and not full and self.shape.num_ahead <= 1
+        return self.executed(
+            tp_overlapped=p.tp_size > 1 and p.sequence_parallel,
+            ep_overlapped=p.ep_size > 1 and alternates and plain,
+        )
 
     @property
     def more_overlap(self) -> str:
@@ -414,6 +423,13 @@ class Run(Executed, _Batch):
             return analytic
         stages = StageCosts.spread(self.measured, self.model)
         return replace(analytic, stages=stages, experts=self._experts)
+
+    def planning_costs(self, transfers: bool) -> StepCosts:
+        """The costs by which training chooses among plans: the run's cost, spread over the stages
+        as the model's parts are. ``transfers`` take no time by a measured cost, which has none.
+        """
+        costs = replace(self, measured=self.cost).costs
+        return costs if transfers else replace(costs, p2p_latency_us=0.0, p2p_us_per_token=0.0)
 
     @cached_property
     def _experts(self) -> ExpertGroups | None:
@@ -456,7 +472,7 @@ class Run(Executed, _Batch):
         self._latency.chunk_us(longest, longest)
 
     def max_tokens(self) -> int:
-        """S_max: the longest micro-batch of which a whole pipeline fits the memory limit.
+        """The longest micro-batch of which a whole pipeline fits the memory limit.
 
         Raises :class:`ConfigError` where the model or the shortest one does not.
         """
@@ -465,6 +481,23 @@ class Run(Executed, _Batch):
             self.num_micro_batches // self.parallelism.dp_size,
             multiple=self.length_multiple,
         )
+
+    def s_max(self, packing: str, asked: int | None = None) -> int:
+        """S_max of a packing: as ``asked``; else two windows for each that a micro-batch stands
+        for, or what fits memory where that is less. Where memory was given, all that fits and that
+        a step may have. A window at least, even if it does not fit.
+
+        Units of slices are smaller, and memory decides on their number instead.
+        """
+        row = self.micro_batch_tokens
+        if asked is not None or kind_of(packing).slices:
+            return asked or 2 * row
+        try:
+            fits = self.max_tokens()
+        except ConfigError:
+            return row
+        most = 2 * row if self.memory_gib is None else self.step_tokens
+        return max(row, min(fits, most))
 
     @cached_property
     def fits_windows(self) -> bool:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb.cost import Recompute
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.packing import PackingSettings, kind_of
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.trial import Outcome, Sharding, Steps, trial
 
@@ -60,7 +59,7 @@ class Baseline:
         """One sentence on what gains are over."""
         run = self.original.run
         said = f"Gains are over {self.name}"
-        if not self.fits and run.recompute.granularity == "full":
+        if not run.fits_windows:
             said += " even with full recomputation"
         if run.parallelism.cp_size > 1:
             said += f", with {self.original.sharding} sharding"
@@ -76,7 +75,7 @@ class Baseline:
         """The frame of all gains, JSON-able."""
         return {
             "over": self.name,
-            "over_recompute": self.original.run.recompute.granularity or "none",
+            "over_recompute": self.original.run.recompute.title,
             "over_sharding": self.original.sharding,
             "original_fits": self.fits,
             "net_of": self.overlap or None,
@@ -127,7 +126,7 @@ COLUMNS = {
                "micro-batches of a step over all replicas"),
         Column("title", "packing", "{}", lambda o: o.title, "what was compared"),
         Column("sharding", "sharding", "{}", lambda o: o.sharding, "over context-parallel ranks"),
-        Column("recompute", "recompute", "{}", lambda o: o.run.recompute.granularity or "none",
+        Column("recompute", "recompute", "{}", lambda o: o.run.recompute.title,
                "activations that are recomputed"),
         Column("max_windows", "S_max", "{:.3g}", _max_windows,
                "longest micro-batch that the packing may make, in windows"),
@@ -219,26 +218,10 @@ def baseline(
 
 def fitting(run: Run) -> Run:
     """The run with the least recomputation with which windows fit; as it is, where none does."""
-    least = MORE_RECOMPUTATION.index(run.recompute) if run.recompute in MORE_RECOMPUTATION else -1
-    more = MORE_RECOMPUTATION[least + 1 :] if run.recompute.granularity != "full" else ()
-    for one in (run, *(run.executed(recompute=again) for again in more)):
+    own = run.recompute
+    least = {None: 0, "selective": 1, "full": 1 if own.method == "block" else 2}[own.granularity]
+    more = (run.executed(recompute=again) for again in MORE_RECOMPUTATION[least:])
+    for one in (run, *more):
         if one.fits_windows:
             return one
     return run
-
-
-def s_max(run: Run, packing: str, asked: int | None = None) -> int:
-    """S_max as training has it: as ``asked``; else two windows for each that a micro-batch stands
-    for, or what fits memory where that is less. All that fits where memory was given.
-
-    Units of slices are smaller, and memory decides on their number instead.
-    """
-    row = run.micro_batch_tokens
-    if asked is not None or kind_of(packing).slices:
-        return asked or 2 * row
-    try:
-        fits = run.max_tokens()
-    except ConfigError:
-        return row
-    most = 2 * row if run.memory_gib is None else run.step_tokens
-    return max(row, min(fits, most))

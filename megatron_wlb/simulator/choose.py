@@ -19,6 +19,7 @@ from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.packings import CHOSEN, PACKINGS
 from megatron_wlb.simulator.baseline import Baseline
 from megatron_wlb.simulator.forecast import Command
+from megatron_wlb.simulator.trial import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,14 @@ def choose_packing(
     gains: dict[str, float] = {}
     refused: dict[str, ConfigError] = {}
     base: Baseline | None = None
+    steps: Steps | None = None
     for name in CANDIDATES:
         try:
             for line in refusals(name):
                 raise ConfigError(line)
             command = Command.of(with_packing(config, name), num_devices)
+            steps = steps or command.steps
+            command = dataclasses.replace(command, steps=steps)  # all share the documents
             base = base or command.baseline()
             gains[name] = command.outcome(base).speedup(base.original)
             commands[name] = command
@@ -92,9 +96,8 @@ def choose_packing(
 
 def _lowered(command: Command) -> int | None:
     """S_max where memory has room for less than the packing has by itself; None otherwise."""
-    wlb, max_tokens = command.config.wlb, command.setting.max_tokens
-    asked = wlb.wlb_max_tokens or wlb.wlb_memory_gib or kind_of(wlb.wlb_packing).windows
-    return max_tokens if not asked and max_tokens < 2 * command.run.micro_batch_tokens else None
+    max_tokens, usual = command.setting.max_tokens, 2 * command.run.micro_batch_tokens
+    return max_tokens if is_open(command.config.wlb) and max_tokens < usual else None
 
 
 def with_packing(config: Config, packing: str, max_tokens: int | None = None) -> Config:
@@ -118,17 +121,25 @@ def settled(
     Tells which and why, and whether stock Megatron is predicted to be faster.
     """
     wlb = config.wlb
-    if wlb.wlb_strategies is not None:
+    if not is_open(wlb):
         return config
-    if wlb.wlb_packing != CHOSEN:
-        return _fitted(config, num_devices, tell, saved)
-    before = saved()
-    if (packing := before.get("wlb_packing")) in PACKINGS:
+    before, chosen = saved(), wlb.wlb_packing == CHOSEN
+    packing = before.get("wlb_packing")
+    if packing in PACKINGS and (chosen or packing == wlb.wlb_packing):
         taken = with_packing(config, packing, wlb.wlb_max_tokens or before["wlb_max_tokens"])
         s_max = taken.wlb.wlb_max_tokens
         of_tokens = "" if s_max is None else f", and an S_max of {s_max} tokens"
-        tell(f"--wlb-packing auto goes on with the checkpoint's packing, {packing}{of_tokens}")
+        if chosen:
+            tell(f"--wlb-packing auto goes on with the checkpoint's packing, {packing}{of_tokens}")
         return taken
+    if not chosen:
+        try:
+            lowered = _lowered(Command.of(config, num_devices))
+        except WLBError:  # what is wrong, the run says itself
+            lowered = None
+        if lowered is not None:
+            tell(f"S_max is {lowered} tokens, which fit memory; --wlb-max-tokens gives another")
+        return with_packing(config, wlb.wlb_packing, lowered)
     choice = choose_packing(config, num_devices, refusals)
     tell(str(choice))
     if choice.net_gain < 1:
@@ -138,25 +149,3 @@ def settled(
             "without --wlb-… flags, or a layout of less TP and EP"
         )
     return with_packing(config, choice.packing, choice.max_tokens)
-
-
-def _fitted(
-    config: Config,
-    num_devices: int,
-    tell: Callable[[str], object],
-    saved: Callable[[], Mapping[str, Any]],
-) -> Config:
-    """``config`` with the S_max of its checkpoint, or one that fits memory, if none is given."""
-    wlb = config.wlb
-    if not is_open(wlb):
-        return config
-    if (before := saved()).get("wlb_packing") == wlb.wlb_packing:
-        return with_packing(config, wlb.wlb_packing, before.get("wlb_max_tokens"))
-    try:
-        lowered = _lowered(Command.of(config, num_devices))
-    except WLBError:  # what is wrong, the run says itself
-        return config
-    if lowered is None:
-        return config
-    tell(f"S_max is {lowered} tokens, which fit memory; --wlb-max-tokens gives another")
-    return with_packing(config, wlb.wlb_packing, lowered)

@@ -23,7 +23,7 @@ from megatron_wlb.planning import guards
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Documents, Run
 from megatron_wlb.settings.config import Config
-from megatron_wlb.simulator.baseline import Baseline, baseline, row, s_max
+from megatron_wlb.simulator.baseline import Baseline, baseline, row
 from megatron_wlb.simulator.trial import Outcome, Steps, trial
 
 DISTRIBUTION = "reference"
@@ -65,7 +65,7 @@ class Command:
     def setting(self) -> PackingSettings:
         """The packing, with an S_max that fits memory if none is given."""
         wlb = self.config.wlb
-        return PackingSettings.of_config(wlb, s_max(self.run, wlb.wlb_packing, wlb.wlb_max_tokens))
+        return PackingSettings.of_config(wlb, self.run.s_max(wlb.wlb_packing, wlb.wlb_max_tokens))
 
     def baseline(self) -> Baseline:
         wlb = self.config.wlb

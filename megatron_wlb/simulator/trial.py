@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.plan.sharding.select import Mode, Prediction
 from megatron_wlb.plan.sharding.shard import Kind
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.metrics import Meter, PackingMetrics
+from megatron_wlb.planning.planner import Stream
 from megatron_wlb.planning.run import Documents, Run, Workload
 from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import whole_number
@@ -43,6 +44,43 @@ PARTS = 4
 Sharding: TypeAlias = Mode | Kind
 
 
+class _Reader:
+    """Reads a stream that others read too, from its start; ``drawn`` has all steps so far."""
+
+    def __init__(self, stream: Stream, drawn: list[list[Document]]) -> None:
+        self.step, self._stream, self._drawn = 0, stream, drawn
+
+    @property
+    def exhausted(self) -> bool:
+        return self.step == len(self._drawn) and self._stream.exhausted
+
+    def next_step(self) -> list[Document]:
+        if self.step == len(self._drawn):
+            self._drawn.append(self._stream.next_step())
+        self.step += 1
+        return [*self._drawn[self.step - 1]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+
+
+class _Drawn:
+    """Documents of a source, drawn once for all that is tried on them."""
+
+    def __init__(self, source: Documents) -> None:
+        self.source, self.longest = source, cache(source.longest)
+        self._streams: dict[object, tuple[Stream, list[list[Document]]]] = {}
+
+    def stream(self, num_steps: int, **options: Any) -> Stream:
+        key = num_steps, *sorted(options.items())
+        if key not in self._streams:
+            self._streams[key] = self.source.stream(num_steps, **options), []
+        return _Reader(*self._streams[key])
+
+
 @dataclass(frozen=True)
 class Steps:
     """Which steps are tried: the same for all that is compared."""
@@ -57,8 +95,12 @@ class Steps:
     """Called after each step."""
     length_multiple: int | None = None
     """What micro-batches are padded to a multiple of, if not what the layout asks for."""
+    drawn: _Drawn | None = field(default=None, compare=False, repr=False)
+    """The documents, which all trials of these steps share."""
 
     def __post_init__(self) -> None:
+        if self.drawn is None or self.drawn.source is not self.source:
+            object.__setattr__(self, "drawn", _Drawn(self.source))
         if self.num < 1 or self.warm_up < 0 or not self.seeds:
             raise ConfigError(
                 f"{self.num} steps after {self.warm_up}, {len(self.seeds)} seeds; give at least "
@@ -72,8 +114,9 @@ class Steps:
     def workloads(self, run: Run) -> list[Workload]:
         """What is planned from, by seed."""
         multiple = self.length_multiple or run.length_multiple
+        assert self.drawn is not None
         made = (
-            run.workload(self.source, seed=seed, long_documents=self.long_documents)
+            run.workload(self.drawn, seed=seed, long_documents=self.long_documents)
             for seed in self.seeds
         )
         return [replace(one, length_multiple=multiple) for one in made]
@@ -189,7 +232,7 @@ def trials(
 ) -> list[Outcome]:
     """Does what :func:`trial` does with several shardings of the same micro-batches."""
     steps.check(run, [setting])
-    costs = planning_costs(run) if setting.simulated else None
+    costs = run.planning_costs(run.measured is None) if setting.simulated else None
     memory, meter = _Memory(run), Meter()
     shardings = shardings if run.parallelism.cp_size > 1 else ["per-sequence"]
     tallies = [_Tally(run, sharding, memory.simulator) for sharding in shardings]
@@ -246,14 +289,6 @@ def packed(
     for plan in planner.plans(num):
         meter.add(plan)
     return meter.metrics(planner.packer.waiting)
-
-
-def planning_costs(run: Run) -> StepCosts:
-    """The costs by which training chooses among plans: the run's cost, spread over the stages as
-    the model's parts are. A measured cost says nothing of transfers, so they take no time.
-    """
-    costs = replace(run, measured=run.cost).costs
-    return costs if run.measured is None else replace(costs, p2p_latency_us=0, p2p_us_per_token=0)
 
 
 def by_part(work: Sequence[float], times_us: Sequence[float]) -> tuple[float, ...]:

@@ -178,7 +178,7 @@ def _json(found: StrategyStudy, space: StrategySpace) -> Mapping[str, Any]:
         "simulated": True,
         "num_devices": space.cluster.num_devices,
         "devices_per_node": space.cluster.devices_per_node,
-        "recompute": space.recompute.granularity or "none",
+        "recompute": space.recompute.title,
         "bf16": space.execution.bf16,
         "best_equal": str(found.proposal.best_equal.strategy),
         "num_tried": found.proposal.num_tried,

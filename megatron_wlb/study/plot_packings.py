@@ -30,10 +30,10 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
         if not tried:
             continue
         front = frontier(tried)
-        _points(axes, tried, tuning.tried_original, color=colour, s=14, alpha=0.45, lw=0)
+        _points(axes, tried, tuning.tried_base.original, color=colour, s=14, alpha=0.45, lw=0)
         axes.plot(
             [e.delay_steps for e in front],
-            [e.mfu / tuning.tried_original.mfu for e in front],
+            [e.mfu / tuning.tried_base.original.mfu for e in front],
             color=colour,
             lw=2,
             label=f"{packing}: best of {len(tried)} settings tried",

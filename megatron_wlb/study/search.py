@@ -17,13 +17,12 @@ Everything is *simulated* and deterministic: the same arguments give the same ra
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import product
-from typing import Literal, TypeAlias, TypeVar
+from operator import itemgetter
+from typing import TypeVar
 
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
@@ -37,21 +36,29 @@ from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_wi
 from megatron_wlb.planning.run import Devices, Run, title
 from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
-from megatron_wlb.simulator.baseline import FULL, Baseline, baseline
+from megatron_wlb.simulator.baseline import FULL, baseline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.simulator.trial import Outcome, Steps, planning_costs, trial
-from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
+from megatron_wlb.simulator.trial import Steps, trial
+from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay
+from megatron_wlb.study.found import (
+    DEFAULT_WINDOWS,
+    Candidate,
+    Choice,
+    Rejected,
+    Search,
+    by_reason,
+    coarse_order,
+    first_of_each,
+    ranked,
+)
 from megatron_wlb.study.stages import balanced_layers
 
 T = TypeVar("T")
-Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
 
-PASSES = ("memory", "slices", "coarse", "refined", "tuned")
+PASSES = ("whole", "slices", "refined", "tuned")
 """What :func:`search` tells of its progress, in order."""
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 """S_max in windows that are tried on the best layouts, besides the most that fits."""
-DEFAULT_WINDOWS = 2.0
-"""S_max in windows with which layouts are refined, where it fits."""
 MOST_CHUNKS = 8
 """The most VPP that is tried."""
 SAMPLE_WINDOWS = 64
@@ -79,6 +86,8 @@ class Space(Devices):
     """The sharding where CP is above 1."""
     recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
     """Recomputation to try, least first: more only where S_max is below :data:`DEFAULT_WINDOWS`."""
+    machine: str = "h100-sxm"
+    """The hardware's name or file."""
     extrapolate: bool = False
     """Whether to go beyond the end of the hardware's measured attention."""
     fixed: dict[str, int] = field(default_factory=dict)
@@ -95,110 +104,6 @@ class Space(Devices):
             PackingSettings.parse(packing, self.window, self.window)
 
 
-@dataclass(frozen=True)
-class Rejected:
-    """A layout that cannot run."""
-
-    parallelism: Parallelism
-    num_micro_batches: int
-    recompute: Recompute
-    why: Why
-    reason: str
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that can run, by the coarse pass."""
-
-    scenario: Run
-    max_tokens: int
-    """The largest S_max that fits."""
-    mfu: float
-    """The MFU of even micro-batches of an average mix of documents, or of the first steps in
-    slices; only ranks layouts."""
-    slices: bool = False
-    """Whether it is a layout for slices."""
-
-    @property
-    def windows(self) -> float:
-        """S_max that layouts are refined with, in windows."""
-        return min(DEFAULT_WINDOWS, self.max_tokens / self.scenario.window)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A layout with a packing and an S_max, simulated over many steps."""
-
-    candidate: Candidate
-    outcome: Outcome
-
-    @property
-    def fits(self) -> bool:
-        return not self.outcome.out_of_memory
-
-
-@dataclass(frozen=True)
-class Search:
-    """What was found."""
-
-    ranked: tuple[Choice, ...]
-    """By :func:`~megatron_wlb.study.advice.preference`, so the fastest first; those above the
-    limit of delay come after all others, and those that ran out of memory last."""
-    candidates: tuple[Candidate, ...]
-    """Every layout that can run, by the coarse pass, fastest first; the first were refined."""
-    rejected: tuple[Rejected, ...]
-    max_delay: float
-    base: Baseline
-    """What gains of the best are over: `original` in the same layout."""
-
-    @property
-    def best(self) -> Choice:
-        return self.ranked[0]
-
-    @cached_property
-    def num_simulated(self) -> int:
-        """Layouts with their N and recomputation that were simulated with documents."""
-        return len({choice.candidate.scenario for choice in self.ranked})
-
-    @cached_property
-    def original(self) -> Choice | None:
-        """The fastest with `original` packing that fits."""
-        return _original(self.ranked)
-
-    def is_beside(self, choice: Choice) -> bool:
-        """Whether it has the layout and the batch of the best, so that gains are over ``base``."""
-        one, best = choice.candidate.scenario, self.best.candidate.scenario
-        return (one.parallelism, one.num_micro_batches) == (
-            best.parallelism,
-            best.num_micro_batches,
-        )
-
-    @cached_property
-    def layouts(self) -> list[Choice]:
-        """The best of each layout with its N and recomputation."""
-        first: dict[Run, Choice] = {}
-        for choice in self.ranked:
-            first.setdefault(choice.candidate.scenario, choice)
-        return [*first.values()]
-
-    @cached_property
-    def of_each(self) -> list[Choice]:
-        """The best that was simulated with each packing, in whichever layout."""
-        first: dict[str, Choice] = {}
-        for choice in self.ranked:
-            first.setdefault(choice.outcome.title, choice)
-        return [*first.values()]
-
-    @cached_property
-    def packings(self) -> list[Choice]:
-        """The other packings on the best layout, each with its best S_max."""
-        first = {self.best.outcome.title: self.best}
-        for choice in self.ranked:
-            if choice.candidate.scenario == self.best.candidate.scenario:
-                first.setdefault(choice.outcome.title, choice)
-        return [*first.values()][1:]
-
-
 def search(
     space: Space,
     steps: Steps,
@@ -206,7 +111,6 @@ def search(
     num_refined: int = 8,
     num_tuned: int = 3,
     max_delay: float = MAX_DELAY_STEPS,
-    hardware: str = "h100-sxm",
     progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Search:
     """Searches all layouts and ranks those that can run.
@@ -217,7 +121,6 @@ def search(
         num_refined: of the coarse pass's best layouts, how many are simulated with documents.
         num_tuned: of these, how many are with every packing and S_max.
         max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
-        hardware: the machine's name or file.
         progress: called with the pass's name, and how much of how much is done.
 
     Raises:
@@ -231,114 +134,94 @@ def search(
             yield item
             progress(what, number, len(items))
 
-    layouts = [*_layouts(space)]
     sample = _sample(steps, space.window)
-    tried = [[*_tried(space, layout, sample)] for layout in layouts]
-    runs = [one for some in told("memory", tried) for one in _fitting(space, some)]
-    cut = [one for some in told("slices", tried) for one in _sliced(space, some, steps)]
-    rejected = [one for one in (*runs, *cut) if isinstance(one, Rejected)]
-    possible = [one for one in runs if not isinstance(one, Rejected)]
-    sliced = [one for one in cut if not isinstance(one, Rejected)]
-    if not possible and not sliced:
-        raise ConfigError(_nothing(space, rejected))
-    candidates = [
-        Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample))
-        for scenario, max_tokens in told("coarse", possible)
-    ]
-    candidates.sort(key=_coarse_order)
-    refining = candidates[:num_refined]
-    balanced = [better for one in refining if (better := _balanced(space, one, sample))]
-    refining += sorted(balanced, key=_coarse_order)[: -(-num_refined // 2)]
-    sliced.sort(key=_coarse_order)
-    refining += sliced[:num_refined]
-    candidates = sorted([*candidates, *balanced, *sliced], key=_coarse_order)
-
-    def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
-        return [
-            Choice(candidate, trial(candidate.scenario, variant, steps, space.sharding))
-            for variant in variants
-        ]
-
-    refined: list[Choice] = []
-    for candidate in told("refined", refining):
-        packings = _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices)
-        plain = [name for name in packings if SHAPED not in name]
-        for packing in (plain or packings)[-1:]:
-            refined += simulate(candidate, [_variant(packing, candidate, candidate.windows)])
-    refined = _ranked(refined, max_delay)
-    best = refined[0].candidate
-    whole = [choice for choice in refined if not choice.candidate.slices]
-    tuned = [choice.candidate for choice in _of_unlike_layouts(whole)[:num_tuned]]
-    # And what keeps documents whole, in the layout that is best for slices.
-    tuned += [one for one in candidates if best.slices and one.scenario == best.scenario]
-    known = {(choice.candidate, choice.outcome.setting) for choice in refined}
-    for candidate in told("tuned", [one for one in dict.fromkeys(tuned) if not one.slices]):
-        variants = _variants(space, candidate)
-        refined += simulate(candidate, [v for v in variants if not _is_known(known, candidate, v)])
-    ranked = _ranked(refined, max_delay)
-    if not ranked[0].fits:
-        raise ConfigError(_none_fits(space, ranked))
-    run = ranked[0].candidate.scenario
-    whole_run = replace(run, memory_gib=space.limit_gib(run.parallelism))
-    base = baseline(whole_run, steps, space.sharding, hardware)
-    return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay, base)
-
-
-def _is_known(
-    known: set[tuple[Candidate, PackingSettings]], candidate: Candidate, variant: PackingSettings
-) -> bool:
-    """Whether it was simulated there, or the same with a few tokens of S_max more or less."""
-    return any(
-        one == candidate
-        and replace(variant, max_tokens=setting.max_tokens) == setting
-        and abs(variant.max_tokens / setting.max_tokens - 1) < 0.05
-        for one, setting in known
+    tried = [[*_tried(space, layout, sample)] for layout in _layouts(space)]
+    whole, no_whole = _apart(
+        one for layout in told("whole", tried) for one in _whole(space, layout, sample)
     )
+    reach = [(_most_mfu(space, layout, steps), layout) for layout in tried]
+    reach.sort(key=itemgetter(0), reverse=True)
+    sliced, no_sliced = _apart(_in_slices(space, told("slices", reach), steps, num_refined))
+    rejected = [*no_whole, *no_sliced]
+    if not whole and not sliced:
+        raise ConfigError(_nothing(space, rejected))
+    balanced, _ = _apart(
+        better for one in whole[:num_refined] if (better := _balanced(space, one, sample))
+    )
+    candidates, _ = _apart([*whole, *balanced, *sliced])
+    num_balanced = -(-num_refined // 2)
+    refining = [*whole[:num_refined], *balanced[:num_balanced], *sliced[:num_refined]]
+    refined = ranked([_refined(space, one, steps) for one in told("refined", refining)], max_delay)
+    tuning = _to_tune(refined, candidates, num_tuned)
+    tuned = [
+        choice for one in told("tuned", tuning) for choice in _tuned(space, one, steps, refined)
+    ]
+    found = ranked([*refined, *tuned], max_delay)
+    if not found[0].fits:
+        raise ConfigError(_none_fits(space, found))
+    run = found[0].candidate.scenario
+    whole_run = replace(run, memory_gib=space.limit_gib(run.parallelism))
+    base = baseline(whole_run, steps, space.sharding, space.machine)
+    return Search(tuple(found), tuple(candidates), tuple(rejected), max_delay, base)
 
 
-def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
-    """Ranks choices: what fits first, then what keeps the limit, then the fastest."""
-    base = (_original(choices) or max(choices, key=lambda c: c.outcome.mfu)).outcome
-
-    def order(choice: Choice) -> tuple[object, ...]:
-        outcome = choice.outcome
-        return (
-            not choice.fits,
-            outcome.delay_steps > max_delay,
-            preference(outcome, base),
-            not outcome.setting.is_plain,
-            outcome.setting.max_tokens,
-            _order(choice.candidate.scenario),
-            outcome.title,
-        )
-
-    return sorted(choices, key=order)
+def _apart(found: Iterable[Candidate | Rejected]) -> tuple[list[Candidate], list[Rejected]]:
+    """What can run, the fastest first, and what cannot."""
+    candidates, rejected = list[Candidate](), list[Rejected]()
+    for one in found:
+        if isinstance(one, Rejected):
+            rejected.append(one)
+        else:
+            candidates.append(one)
+    return sorted(candidates, key=coarse_order), rejected
 
 
-def _coarse_order(candidate: Candidate) -> tuple[object, ...]:
-    return -candidate.mfu, _order(candidate.scenario)
+def _choice(space: Space, candidate: Candidate, setting: PackingSettings, steps: Steps) -> Choice:
+    return Choice(candidate, trial(candidate.scenario, setting, steps, space.sharding))
 
 
-def _of_unlike_layouts(choices: Sequence[Choice]) -> list[Choice]:
-    """The first of each layout, whichever layers its stages have."""
-    first: dict[object, Choice] = {}
-    for choice in choices:
-        run = choice.candidate.scenario
-        layout = replace(run.parallelism, stage_layers=None)
-        first.setdefault((layout, run.num_micro_batches, run.recompute), choice)
-    return [*first.values()]
+def _refined(space: Space, candidate: Candidate, steps: Steps) -> Choice:
+    """The candidate with the last packing that is not shaped, where there is one."""
+    packings = _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices)
+    plain = [name for name in packings if SHAPED not in name]
+    packing = (plain or packings)[-1]
+    return _choice(space, candidate, _variant(packing, candidate, candidate.windows), steps)
 
 
-def _original(choices: Sequence[Choice]) -> Choice | None:
-    plain = [c for c in choices if c.outcome.setting.is_plain and c.fits]
-    return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
+def _to_tune(
+    refined: Sequence[Choice], candidates: Sequence[Candidate], num: int
+) -> list[Candidate]:
+    """The best layouts that keep documents whole, and the best one for slices where they fit."""
+    whole = [choice for choice in refined if not choice.candidate.slices]
+    found = [choice.candidate for choice in first_of_each(whole, _any_stages)[:num]]
+    best = refined[0].candidate
+    beside = (one for one in candidates if one.place == best.place and not one.slices)
+    if best.slices and (fastest := next(beside, None)):
+        found.append(fastest)
+    return [*dict.fromkeys(found)]
 
 
-def _order(scenario: Run) -> tuple[int, ...]:
-    """Settles ties: the simplest layout first."""
-    p = scenario.parallelism
-    sizes = p.pp_size, p.vpp_size, p.cp_size, p.tp_size, p.ep_size, scenario.num_micro_batches
-    return *sizes, p.stage_layers is not None
+def _tuned(
+    space: Space, candidate: Candidate, steps: Steps, refined: Sequence[Choice]
+) -> Iterator[Choice]:
+    """The candidate with every packing and S_max, but for those that were refined, or the same with
+    a few tokens of S_max more or less.
+    """
+    known = [choice.outcome.setting for choice in refined if choice.candidate == candidate]
+    for variant in _variants(space, candidate):
+        if not any(
+            replace(variant, max_tokens=setting.max_tokens) == setting
+            and abs(variant.max_tokens / setting.max_tokens - 1) < 0.05
+            for setting in known
+        ):
+            yield _choice(space, candidate, variant, steps)
+
+
+def _any_stages(choice: Choice) -> Hashable:
+    """Its layout, whichever layers the stages have, N and recomputation."""
+    run = choice.candidate.scenario
+    layout = replace(run.parallelism, stage_layers=None)
+    return layout, run.num_micro_batches, run.recompute
 
 
 def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
@@ -431,7 +314,9 @@ def _tried(space: Space, layout: Parallelism, sample: Sequence[int]) -> Iterator
             yield run
 
 
-def _fitting(space: Space, tried: Sequence[Run | Rejected]) -> Iterator[tuple[Run, int] | Rejected]:
+def _whole(
+    space: Space, tried: Sequence[Run | Rejected], sample: Sequence[int]
+) -> Iterator[Candidate | Rejected]:
     """What keeps documents whole: each that fits memory, with the S_max that does, or why not."""
     roomy: set[int] = set()
     for run in tried:
@@ -451,9 +336,25 @@ def _fitting(space: Space, tried: Sequence[Run | Rejected]) -> Iterator[tuple[Ru
         except ConfigError as error:
             yield Rejected(run.parallelism, number, run.recompute, "memory", str(error))
             continue
-        yield run, max_tokens
+        yield Candidate(run, max_tokens, _coarse_mfu(space, run, sample))
         if max_tokens >= DEFAULT_WINDOWS * space.window:
             roomy.add(number)
+
+
+def _in_slices(
+    space: Space, reach: Iterable[tuple[float, list[Run | Rejected]]], steps: Steps, num: int
+) -> Iterator[Candidate | Rejected]:
+    """What runs in slices. Once there are ``num``, layouts that cannot reach them are left out;
+    ``reach`` has those with the highest MFU first.
+    """
+    fastest: list[float] = []
+    for most_mfu, tried in reach:
+        if len(fastest) == num and most_mfu < fastest[-1]:
+            continue
+        for one in _sliced(space, tried, steps):
+            if isinstance(one, Candidate):
+                fastest = sorted([*fastest, one.mfu], reverse=True)[:num]
+            yield one
 
 
 def _sliced(
@@ -473,13 +374,13 @@ def _sliced(
             simulator = Simulator(run.costs, p, memory=run.memory)
             workload = steps.workloads(run)[0]
             try:
-                planner = workload.planner(setting, SLICED_STEPS, costs=planning_costs(run))
+                planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))
+                assert isinstance(planner.slicing, Slicer)
+                planner.slicing.check_room()  # as training does
                 plans = [*planner.plans(SLICED_STEPS)]
                 for plan in plans:
                     for used in simulator.plan_memory(plan):
                         used.check(run.limit_gib * GIB, "")
-                assert isinstance(planner.slicing, Slicer)
-                planner.slicing.check_room()  # as training does
             except WLBError as error:
                 if not _of_layout(space, p, slices=False):
                     yield Rejected(p, run.num_micro_batches, run.recompute, "memory", str(error))
@@ -489,6 +390,25 @@ def _sliced(
             peak = run.num_devices * run.hardware.peak_tflops * 1e6
             yield Candidate(run, most, flops / (total_us * peak), slices=True)
             done.add(run.num_micro_batches)
+
+
+def _most_mfu(space: Space, tried: Sequence[Run | Rejected], steps: Steps) -> float:
+    """The MFU of a layout's first steps in slices if no rank ever waited, nor sent anything, and
+    slices cost no more than documents: what is simulated is below it.
+    """
+    most = 0.0
+    for run in tried:
+        if isinstance(run, Rejected):
+            continue
+        for packing in _of_layout(space, run.parallelism, slices=True):
+            setting = PackingSettings.parse(packing, space.window, space.window)
+            stream = steps.workloads(run)[0].stream(setting, SLICED_STEPS + 1)  # as a planner has
+            lengths = [d.length for _ in range(SLICED_STEPS) for d in stream.next_step()]
+            p = run.parallelism
+            busy_us = run.cost.total_us(lengths) / (p.pp_size * p.dp_size)
+            peak = run.num_devices * run.hardware.peak_tflops * 1e6
+            most = max(most, run.flops(lengths) / (busy_us * peak))
+    return most
 
 
 def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:
@@ -544,11 +464,6 @@ def _none_fits(space: Space, choices: Sequence[Choice]) -> str:
         f"the limit of {run.limit_gib:.2f} GiB; raise --refine to simulate more layouts, or give "
         "more devices, packings or memory"
     )
-
-
-def by_reason(rejected: Sequence[Rejected]) -> dict[str, int]:
-    """Number of rejected layouts by reason, most first."""
-    return dict(Counter(str(one.why) for one in rejected).most_common())
 
 
 def _sample(steps: Steps, window: int) -> list[int]:

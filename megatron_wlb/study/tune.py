@@ -19,7 +19,7 @@ from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import sliced
 from megatron_wlb.planning.run import Run
-from megatron_wlb.simulator.baseline import Baseline
+from megatron_wlb.simulator.baseline import Baseline, baseline
 from megatron_wlb.simulator.trial import Outcome, Sharding, Steps, trial
 from megatron_wlb.study.advice import check_max_delay, recommended
 
@@ -49,8 +49,8 @@ class Tuning:
     max_delay: float
     tried: tuple[Outcome, ...]
     """All settings, on the steps they were chosen on."""
-    tried_original: Outcome
-    """`original` on the same steps."""
+    tried_base: Baseline
+    """What their gains are over: `original` on the same steps."""
     chosen: Outcome
     """What is recommended, on the steps that judge, as are those below."""
     defaults: tuple[Outcome, ...]
@@ -91,7 +91,7 @@ def tune(
     base: Baseline,
     *,
     packings: Sequence[str] = TUNABLE,
-    max_tokens: int,
+    max_tokens: int | None = None,
     max_delay: float,
     sharding: Sharding = "adaptive",
     look_ahead: int = 0,
@@ -100,10 +100,11 @@ def tune(
 ) -> Tuning:
     """The setting with the most work a second whose mean delay is at most ``max_delay``.
 
-    ``max_tokens`` is the largest S_max that memory allows; a smaller one is taken where it loses at
-    most ``TOLERANCE``. Settings are chosen on the steps ``choosing``. The best is tried on those of
-    ``judging``, where ``base`` has been, with the defaults and what has nothing to tune: the
-    fastest there within the limit is recommended (:mod:`~megatron_wlb.study.advice`).
+    ``max_tokens`` is the largest S_max, or what fits memory if it is not given
+    (:meth:`.Run.s_max`); a smaller one is taken where it loses at most ``TOLERANCE``. Settings are
+    chosen on the steps ``choosing``. The best is tried on those of ``judging``, where ``base`` has
+    been, with the defaults and what has nothing to tune: the fastest there within the limit is
+    recommended (:mod:`~megatron_wlb.study.advice`).
 
     ``limits`` are settings that all of them share. ``progress`` is told how many trials are done
     and about how many there will be.
@@ -119,21 +120,21 @@ def tune(
     check_max_delay(max_delay)
     if look_ahead < 0:
         raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
-    row, hold = run.micro_batch_tokens, PackingSettings("hold", max_tokens, **limits)
-    usual = min(max_tokens, 2 * row)
+    row, most = run.micro_batch_tokens, run.s_max("hold", max_tokens)
+    hold, usual = PackingSettings("hold", most, **limits), min(most, 2 * row)
     defaults = [replace(hold, name=packing, max_tokens=usual) for packing in packings]
     others = [
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
-        *(replace(hold, name=name, max_tokens=2 * row) for name in sliced()),
+        *(replace(hold, name=name, max_tokens=run.s_max(name, max_tokens)) for name in sliced()),
     ]
     judging.check(run, [*defaults, *others, hold])
 
-    first = [*defaults, *candidates(run, choosing, packings, max_tokens, look_ahead, **limits)]
+    first = [*defaults, *candidates(run, choosing, packings, most, look_ahead, **limits)]
     done, total = 0, len(first) + len(defaults) + len(others) + 1
 
-    def tried_on(steps: Steps, setting: PackingSettings, on: Run = run) -> Outcome:
+    def tried_on(steps: Steps, setting: PackingSettings) -> Outcome:
         nonlocal done
-        outcome = trial(on, setting, steps, sharding)
+        outcome = trial(run, setting, steps, sharding)
         done += 1
         progress(done, max(done, total))
         return outcome
@@ -155,14 +156,14 @@ def tune(
             f"{at_hand.imbalance:.3f} ({' '.join(at_hand.flags)}): raise --max-delay"
             + ("" if "hold" in packings else ", or tune hold too")
         )
-    tried_original = tried_on(choosing, base.original.setting, base.original.run)
+    tried_base = baseline(run, choosing, sharding, base.hardware)
     baselines = [base.original, *(tried_on(judging, setting) for setting in others)]
     best = recommended([*found, *baselines], max_delay, base.original)
     assert best is not None  # `original` delays nothing
     return Tuning(
         max_delay,
         tuple(tried.values()),
-        tried_original,
+        tried_base,
         best,
         tuple(judged),
         tuple(baselines),

@@ -52,7 +52,7 @@ class Pipeline:
 
     def times_us(self, units: Units) -> tuple[Floats, Floats, list[float]]:
         """Times ``[2, S, N]`` of a replica's units, times of their transfers, and its tokens."""
-        lengths = [[span.length for span in unit] or [0] for unit in units.spans]
+        lengths = [[stop - start for _, start, stop in unit] or [0] for unit in units.spans]
         table = UnitTable.of(units_of(units, self.length_multiple))
         ranks = table.num_ranks.tolist()
         tokens = [sum(own) / num for own, num in zip(lengths, ranks, strict=True)]

@@ -50,10 +50,15 @@ SHORT_DOCUMENTS = 64
 
 def unit_of(spans: Sequence[Span], num_tokens: int) -> Unit:
     """What memory is counted of: a micro-batch's tokens, and the slice that it runs first."""
-    if not (spans and spans[0].is_slice):
-        return Unit(num_tokens)
+    return Unit(num_tokens, _slice_of(spans))
+
+
+def _slice_of(spans: Sequence[Span]) -> Slice | None:
+    if not spans:
+        return None
     document, start, stop = spans[0]
-    return Unit(num_tokens, Slice(document.arrival, start, stop, document.length))
+    is_slice = start > 0 or stop < document.length
+    return Slice(document.arrival, start, stop, document.length) if is_slice else None
 
 
 def units_of(units: Units, length_multiple: int) -> list[Unit]:
@@ -62,8 +67,8 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
     again = units.recomputed or [NOTHING] * len(units.spans)
     for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
         multiple = merged_multiple(length_multiple, len(ranks))
-        multiples = max(1, -(-sum(span.length for span in spans) // multiple))
-        num_tokens, cut = unit_of(spans, multiples * multiple // (len(ranks) or 1))[:2]
+        multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
+        num_tokens, cut = multiples * multiple // (len(ranks) or 1), _slice_of(spans)
         divided = units.divided and cut is not None
         found.append(Unit(num_tokens, cut, ranks, recomputed, divided))
     return found

@@ -27,7 +27,6 @@ from megatron_wlb.planning.from_config import (
     max_tokens,
     parallelism,
     run_of,
-    shaping_costs,
 )
 from megatron_wlb.planning.packing import kind_of
 from megatron_wlb.runtime.trainer import distributed
@@ -69,11 +68,11 @@ class SampleTrainer:
         self._cost = self._trainer.cost
         padded, dp_size = self.model.gpts[0].vocab_size, self.model.groups.dp.size()
         run = run_of(config, padded, dp_size, cost=self._cost)
-        self._costs = shaping_costs(config, run)
+        self._costs = run.planning_costs(config.wlb.wlb_cost == "analytic")
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
         self._alike = run.alike
         self.layout = parallelism(config, dp_size)
-        self._max_tokens = max_tokens(config, padded, dp_size)
+        self._max_tokens = max_tokens(config, run)
 
     @property
     def iteration(self) -> int:

@@ -255,7 +255,7 @@ def test_n_without_a_number_is_what_has_four_million_tokens(wlb) -> None:
     [
         ("--memory-gib 0.05", "no layout of 4 devices can run"),
         ("--memory-gib 0.68 --packing slim:1 --num-micro-batches 32 --pp-size 4 --vpp-size 1",
-         "with a peak of 0.69 GiB"),
+         "such as PP 4 (layers 1|2*2|1): slices of documents of 4096 tokens need 0."),
         ("--memory-gib -1", "--memory-gib is -1.0"),
         ("--num-devices 0", "--num-devices is 0; give at least 1"),
         ("--num-devices 63", "--num-devices is 63, but nodes have 8"),

@@ -114,3 +114,13 @@ def test_default_that_is_recommended_is_said_to_be_one(wlb, monkeypatch) -> None
     tune = f"{REFERENCE} --packing hold --max-delay 5 --max-step-tokens 1000000"
     assert wlb.json(tune)["is_default"] is True
     assert "The defaults cannot be bettered here" in wlb(tune).out
+
+
+def test_gains_are_net_and_s_max_is_as_asked_in_every_row(wlb) -> None:
+    found = wlb.json(f"{REFERENCE} --packing hold --pp-size 2 --tp-size 4 --max-windows 1.5")
+    assert found["frame"]["net_of"] == "--tp-comm-overlap"
+    for name in ("frontier", "tried", "judged"):
+        assert all(row["net_speedup"] < 0.999 * row["speedup"] for row in found[name])
+    s_max = {row["packing"]: row["max_tokens"] for row in found["judged"]}
+    assert s_max["slim"] == s_max["fixed-greedy"] == 1.5 * 65536
+    assert max(row["max_tokens"] for row in found["tried"]) == 1.5 * 65536

@@ -112,7 +112,7 @@ def training_refuses(
     found = list(guards.refusals(config, world))
     try:
         run = run_of(config, 1024, layout["dp"])
-        setting = PackingSettings.of_config(config.wlb, max_tokens(config, 1024, layout["dp"]))
+        setting = PackingSettings.of_config(config.wlb, max_tokens(config, run))
         workload = run.workload(LengthSource.of_distribution("reference"), seed=1)
         planner = workload.planner(setting, 1, costs=run.costs)
         planner.next_plan()

@@ -9,7 +9,12 @@ from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.from_config import make_evaluation_planner, make_planner, max_tokens
+from megatron_wlb.planning.from_config import (
+    make_evaluation_planner,
+    make_planner,
+    max_tokens,
+    run_of,
+)
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -67,7 +72,7 @@ def test_original_puts_consecutive_windows_in_a_row() -> None:
 
 def test_s_max_and_evaluations_follow_the_windows_of_a_micro_batch() -> None:
     config = settings("--micro-batch-size 2")
-    assert max_tokens(config, 500, 1) == 4 * WINDOW
+    assert max_tokens(config, run_of(config, 500, 1)) == 4 * WINDOW
     plan = make_evaluation_planner(config, CORPORA, COST, 2).next_plan()
     assert plan is not None
     assert [len(rank) for rank in plan.micro_batches] == [2, 2]

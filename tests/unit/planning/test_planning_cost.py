@@ -1,5 +1,6 @@
 """Settings to cost and S_max: what --wlb-cost, --wlb-hardware and --wlb-memory-gib do."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -48,6 +49,10 @@ def settings(*flags: str) -> Config:
     """Of flags, several in a text as on a command line."""
     words = f"--wlb-packing hold --seq-length 1024 --global-batch-size 4 {' '.join(flags)}"
     return parse(words.split())
+
+
+def s_max(config: Config, dp_size: int = 1) -> int:
+    return max_tokens(config, run_of(config, VOCAB, dp_size))
 
 
 def write(tmp_path: Path, values: object) -> str:
@@ -173,17 +178,20 @@ def test_missing_cost_file_is_named() -> None:
 
 def test_s_max_is_what_fits_the_memory() -> None:
     config = settings("--wlb-memory-gib", "0.05")
-    fitting = max_tokens(config, VOCAB, dp_size=2)
+    fitting = s_max(config, 2)
     model = run_of(config, VOCAB, dp_size=2).memory
     assert 1024 < fitting < 4096
     limit = 0.05 * 2**30
     assert model.peak_bytes(0, [fitting] * 2) <= limit < model.peak_bytes(0, [fitting + 1] * 2)
     # More memory than a step can use: all its tokens in one micro-batch.
-    assert max_tokens(settings("--wlb-memory-gib", "64"), VOCAB, dp_size=1) == 4 * 1024
-    assert max_tokens(settings(), VOCAB, dp_size=1) == 2 * 1024
-    assert max_tokens(settings("--wlb-max-tokens", "1500"), VOCAB, dp_size=1) == 1500
+    assert s_max(settings("--wlb-memory-gib", "64")) == 4 * 1024
+    assert s_max(settings()) == 2 * 1024
+    run = run_of(settings(), VOCAB, dp_size=2)
+    small = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, memory_gib=1.16))
+    assert 1024 < max_tokens(settings(), small) < 2 * 1024  # as a dry run has it
+    assert s_max(settings("--wlb-max-tokens", "1500")) == 1500
     both = settings("--wlb-memory-gib", "0.05", "--wlb-max-tokens", "1500")
-    assert max_tokens(both, VOCAB, dp_size=1) == 1500
+    assert s_max(both) == 1500
 
 
 @pytest.mark.parametrize(
@@ -197,14 +205,14 @@ def test_s_max_is_what_fits_the_memory() -> None:
 )
 def test_memory_that_is_too_small_is_refused(flags: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        max_tokens(settings("--wlb-memory-gib", *flags), VOCAB, dp_size=1)
+        s_max(settings("--wlb-memory-gib", *flags))
 
 
 def test_planner_packs_to_the_memory(caplog: pytest.LogCaptureFixture) -> None:
     flags = ("--wlb-memory-gib", "0.05")
     with caplog.at_level(logging.INFO):
         packing = planner(*flags)
-    fitting = max_tokens(settings(*flags), VOCAB, dp_size=2)
+    fitting = s_max(settings(*flags), 2)
     assert packing.packer.limits.max_tokens == fitting
     assert f"S_max is {fitting} tokens, which fit 0.05 GiB" in caplog.text
     plan = packing.next_plan()

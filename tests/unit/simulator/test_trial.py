@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from helpers.machines import H100
 from megatron_wlb.cost import DocumentCost, Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.errors import ConfigError, WLBError
@@ -19,9 +21,9 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.metrics import measure
 from megatron_wlb.planning.run import Run
-from megatron_wlb.simulator.baseline import baseline, fitting, row, s_max
+from megatron_wlb.simulator.baseline import baseline, fitting, row
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.simulator.trial import Outcome, Steps, by_part, planning_costs, trial, trials
+from megatron_wlb.simulator.trial import Outcome, Steps, by_part, trial, trials
 
 SHAPE = ModelShape(
     hidden_size=512, ffn_hidden_size=1280, num_layers=8, num_attention_heads=8, num_query_groups=8,
@@ -125,16 +127,6 @@ def test_more_steps_have_more_flops_not_another_rate() -> None:
     assert 0.6 < many.mfu / one.mfu < 1.7
 
 
-def test_the_same_arguments_give_the_same_figures() -> None:
-    rows = []
-    for _ in range(2):
-        found = run(scenario(), "original", "hold", shardings=("adaptive",), num=4, seeds=(5,))
-        rows.append([(o.metrics, o.mfu, o.step_us, o.peak_bytes) for o in found.values()])
-    assert rows[0] == rows[1]
-    other = run(scenario(), "original", num=4, seeds=(6,))["original", "per-sequence"]
-    assert other.mfu != rows[0][0][1]
-
-
 def test_every_packing_runs_the_same_tokens_in_the_long_run() -> None:
     source = LengthSource("lengths", stored=_lengths())
     found = run(scenario(), "original", "wlb", "hold", source=source, num=40, seeds=(1,))
@@ -169,6 +161,27 @@ def test_nothing_to_simulate_is_an_error(options: dict, says: str) -> None:
         run(scenario(), "original", **options)
 
 
+class Counted(LengthSource):
+    """Counts how often documents are drawn of it."""
+
+    times = 0
+
+    def stream(self, *args: Any, **options: Any) -> Any:
+        type(self).times += 1
+        return super().stream(*args, **options)
+
+
+def test_documents_are_drawn_once_for_all_that_is_tried_on_them() -> None:
+    base, settings = scenario(), [PackingSettings(n, 2 * WINDOW) for n in ("slim", "wlb", "hold")]
+    steps = Steps(Counted("lengths", stored=_lengths()), num=3, warm_up=2, seeds=(1, 2))
+    baseline(base, steps)
+    found = [trial(base, setting, replace(steps, tell=lambda: None)) for setting in settings]
+    assert Counted.times == len(steps.seeds)
+    anew = replace(steps, source=LengthSource("lengths", stored=_lengths()))
+    for setting, one in zip(settings, found, strict=True):
+        assert trial(base, setting, anew).mfu == one.mfu
+
+
 def test_what_cannot_be_packed_is_found_before_any_step() -> None:
     def tell() -> None:
         raise AssertionError("a step was planned")
@@ -200,7 +213,9 @@ def test_trial_is_of_the_plans_that_training_makes() -> None:
     for name in ("original", "wlb", "hold", "slim"):
         setting = PackingSettings(name, 2 * WINDOW)
         found = trial(base, setting, Steps(REFERENCE, num=5, warm_up=3, seeds=(7,)))
-        planner = base.workload(REFERENCE, seed=7).planner(setting, 8, costs=planning_costs(base))
+        planner = base.workload(REFERENCE, seed=7).planner(
+            setting, 8, costs=base.planning_costs(True)
+        )
         plans = list(planner.plans(8))[3:]
         assert found.metrics == measure(plans, planner.packer.waiting)
         assert found.step_us == pytest.approx(sum(map(step_us, plans)) / 5, rel=1e-12)
@@ -217,9 +232,32 @@ def test_figures_have_one_name_each_and_gains_a_frame() -> None:
     assert figures["net_speedup"] == figures["speedup"] and frame.stock is None
     assert figures["tokens"] == found.metrics.num_tokens and figures["max_windows"] == 2
     assert row(found)["speedup"] is None
-    overlapped = baseline(scenario(execution=Execution(Parallelism(tp_size=2))), steps)
+    spread = Parallelism(tp_size=2, sequence_parallel=True)
+    overlapped = baseline(scenario(execution=Execution(spread)), steps)
     assert overlapped.stock is not None and overlapped.stock.mfu > overlapped.original.mfu
     assert "net ones are over it with --tp-comm-overlap" in overlapped.said
+    plain = replace(spread, sequence_parallel=False)  # with which Megatron refuses the flag
+    assert baseline(scenario(execution=Execution(plain)), steps).stock is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "bf16", "overlaps"),
+    [
+        ({"dp_size": 2}, (None,), True, True),
+        ({"dp_size": 2}, ("selective",), True, True),
+        ({"dp_size": 2, "pp_size": 2, "vpp_size": 2}, (None,), True, True),
+        ({"dp_size": 2, "pp_size": 2}, (None,), True, False),
+        ({"dp_size": 2}, ("full", "block", 1), True, False),
+        ({"dp_size": 2}, (None,), False, False),
+    ],
+)
+def test_stock_overlaps_experts_where_megatron_does(
+    layout: dict, recompute: tuple, bf16: bool, overlaps: bool
+) -> None:
+    """As ``TransformerConfig`` says of ``--overlap-moe-expert-parallel-comm``."""
+    execution = Execution(Parallelism(ep_size=2, **layout), Recompute(*recompute), bf16=bf16)
+    run = scenario(shape=load_model("mixtral-8x7b"), execution=execution)
+    assert ("--overlap-moe-expert-parallel-comm" in run.more_overlap) == overlaps
 
 
 def test_baseline_recomputes_what_it_must_to_fit_memory() -> None:
@@ -237,18 +275,30 @@ def test_baseline_recomputes_what_it_must_to_fit_memory() -> None:
     never = baseline(replace(base, memory_gib=0.5 * min(needs.values())), steps)
     assert not never.fits and never.name == "original, which does not fit memory"
     assert never.as_dict()["original_fits"] is False
+    assert "does not fit memory even with full recomputation" in never.said
+
+
+def test_baseline_recomputes_all_layers_where_some_are_too_few() -> None:
+    some = scenario(execution=Execution(Parallelism(pp_size=2), Recompute("full", "block", 1)))
+    all_layers = some.executed(recompute=Recompute("full", "uniform", 1))
+    for run, again in ((some, "full (block 1)"), (all_layers, "full")):
+        least_gib = max(run.memory.peak_bytes(rank, [WINDOW] * 8) for rank in (0, 1)) / GIB
+        frame = baseline(replace(some, memory_gib=1.01 * least_gib), Steps(REFERENCE, 1, 0))
+        assert frame.fits and frame.as_dict()["over_recompute"] == again
+        said = "original" if run is some else "original, full recomputation"
+        assert frame.name == said == frame.as_dict()["over"]
 
 
 def test_s_max_is_two_windows_or_what_fits() -> None:
     base = scenario()
-    assert s_max(base, "hold") == s_max(base, "slim") == 2 * WINDOW
-    assert s_max(base, "hold", 40000) == 40000
+    assert base.s_max("hold") == base.s_max("slim") == 2 * WINDOW
+    assert base.s_max("hold", 40000) == 40000
     most = base.max_tokens()
-    assert s_max(replace(base, memory_gib=base.limit_gib), "hold") == min(most, base.step_tokens)
+    assert replace(base, memory_gib=base.limit_gib).s_max("hold") == min(most, base.step_tokens)
     tight = replace(base, hardware=replace(base.hardware, memory_gib=7))
-    assert WINDOW < s_max(tight, "hold") == tight.max_tokens() < 2 * WINDOW
+    assert WINDOW < tight.s_max("hold") == tight.max_tokens() < 2 * WINDOW
     none = replace(base, hardware=replace(base.hardware, memory_gib=1))
-    assert s_max(none, "hold") == WINDOW and s_max(none, "slim") == 2 * WINDOW
+    assert none.s_max("hold") == WINDOW and none.s_max("slim") == 2 * WINDOW
 
 
 def test_parts_of_the_steps_hold_each_step_once() -> None:

@@ -9,6 +9,7 @@ from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
+from megatron_wlb.simulator.baseline import Baseline
 from megatron_wlb.simulator.trial import Outcome, Steps, trial
 from megatron_wlb.study import plot_packings as module
 from megatron_wlb.study.plot_packings import plot_packings, plot_trade_off
@@ -33,7 +34,7 @@ def tuning() -> Tuning:
     return Tuning(
         max_delay=0.4,
         tried=tuple(run(setting) for setting in (*held, *queues)),
-        tried_original=run(PackingSettings("original", WINDOW)),
+        tried_base=Baseline(run(PackingSettings("original", WINDOW)), None, RUN.recompute, "h100"),
         chosen=run(held[1], seed=2),
         defaults=(
             run(PackingSettings("wlb", WINDOW), 2),
@@ -95,7 +96,7 @@ def test_trade_off_has_no_labels_that_could_lie_on_each_other(tuning, drawn, tmp
 
 def test_trade_off_says_where_a_default_is_recommended(tuning, drawn, tmp_path):
     kept = Tuning(
-        0.4, tuning.tried, tuning.tried_original, tuning.defaults[1], tuning.defaults,
+        0.4, tuning.tried, tuning.tried_base, tuning.defaults[1], tuning.defaults,
         tuning.baselines,
     )  # fmt: skip
     plot_trade_off(kept, "A corpus", tmp_path / "plot.png")
