@@ -208,7 +208,7 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("corpus --num-micro-batches 4,x", 2, "--num-micro-batches 4,x is not a list of whole"),
         ("corpus --num-micro-batches ,", 2, "--num-micro-batches names none"),
         ("corpus --steps 0", 2, "--steps is 0; give at least 1"),
-        ("corpus --seed -1", 2, "--seed is -1; give at least 0"),
+        ("corpus --seed -1", 2, "--seed is -1; give a number in [0, 4294967296)"),
         ("corpus --cost none.json", 2, "--cost none.json: No such file"),
         ("corpus --model none.yaml", 2, "model none.yaml: No such file"),
         ("corpus --plot /proc/none/x.png", 2, "cannot write --plot /proc/none/x.png"),
