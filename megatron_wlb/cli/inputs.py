@@ -399,6 +399,10 @@ def read_job(args: argparse.Namespace) -> Job:
     """
     model = asked(args)
     numbers = args.num_micro_batches
+    if numbers and "global_batch_size" in given(args):
+        raise ConfigError(
+            f"--num-micro-batches is {numbers[0]}, and --global-batch-size says N too; give one"
+        )
     if numbers is None:
         found = model.num_micro_batches
         if found is None:

@@ -208,6 +208,7 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("corpus --num-micro-batches 4,x", 2, "--num-micro-batches 4,x is not a list of whole"),
         ("corpus --num-micro-batches ,", 2, "--num-micro-batches names none"),
         ("corpus --steps 0", 2, "--steps is 0; give at least 1"),
+        ("corpus --num-micro-batches 2 --global-batch-size 4", 2, "--num-micro-batches is 2, and"),
         ("corpus --seed -1", 2, "--seed is -1; give a number in [0, 4294967296)"),
         ("corpus --cost none.json", 2, "--cost none.json: No such file"),
         ("corpus --model none.yaml", 2, "model none.yaml: No such file"),
