@@ -11,14 +11,14 @@ from rich.table import Table
 
 from megatron_wlb.cli.flags import add_command, flag
 from megatron_wlb.cli.inputs import SOURCES, add_source, source
+from megatron_wlb.cli.model import USUAL, given
 from megatron_wlb.cli.output import check_picture, console, facts, progress_bar, say, table_of
 from megatron_wlb.data.build_corpus import build_corpus
 from megatron_wlb.data.corpus import Corpus, CorpusInfo
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
-from megatron_wlb.planning.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.reading import text_of_flag, whole_number
-from megatron_wlb.settings.megatron import TrainingConfig
+from megatron_wlb.settings.config import from_flat
 
 _EPILOG = f"""\
 what a document is:
@@ -129,10 +129,10 @@ def _table(info: CorpusInfo, lengths: dict[str, float]) -> Table:
 
 def _stats(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
-    window = REFERENCE_WINDOW if args.window is None else args.window
-    documents = source(args, window)
+    config = from_flat(USUAL | given(args))
+    window, seed = config.data.seq_length, config.training.seed
+    documents = source(args)
     whole_number("--windows", args.windows, 1)
-    seed = TrainingConfig.seed if args.seed is None else args.seed
     statistics = LengthStatistics.of(
         documents.lengths(args.windows, window=window, seed=seed), window
     )

@@ -1,4 +1,4 @@
-"""``--model NAME|FILE``: read alike by every command that takes it."""
+"""``--model NAME|FILE``, and settings over its own: read alike by every command that takes them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
+from megatron_wlb.data.lengths import REFERENCE_WINDOW
 from megatron_wlb.data.ramp import SCHEDULE
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.from_config import batch, model_shape
 from megatron_wlb.planning.from_words import flags_beside, settings_of, settings_of_script
-from megatron_wlb.settings.command_line import yaml_arguments
-from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.settings.command_line import argument, said, yaml_arguments
+from megatron_wlb.settings.config import Config, flag_of, from_flat, script_defaults, table
 from megatron_wlb.settings.recipe import Recipe, read_recipe
 from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE
-from megatron_wlb.study.write_recipe import Flags, batch_flags, model_flags, told_flags
+from megatron_wlb.study.write_recipe import Flags, flags_of, model_settings, told
+
+USUAL: dict[str, Any] = {"seq_length": REFERENCE_WINDOW, "wlb_solver_limit": 1.0}
+"""Settings of commands where nothing gives them, if they are not a run's defaults."""
+ASSUMED = {"bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True}
+"""What commands predict of a run where ``--model`` does not say, unless it is a recipe."""
 
 MODELS = """\
 model:
@@ -37,39 +44,25 @@ class Model:
     """What ``--model`` names."""
 
     config: Config
-    """Training settings; the defaults where it is sizes alone."""
+    written: tuple[str, ...]
+    """Settings that it gives, in its order."""
     words: tuple[str, ...] = ()
     """The file as a command line; empty where it is sizes alone."""
-    sizes: ModelShape | None = None
-    """What a name or a file of sizes says; the vocabulary is not padded."""
     recipe: Recipe | None = None
 
-    @cached_property
-    def written(self) -> frozenset[str]:
-        """Flags that the file gives."""
-        return frozenset(word for word in self.words if word.startswith("--"))
-
     @property
-    def window(self) -> int | None:
-        return self.config.data.seq_length if "--seq-length" in self.written else None
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        given = "--micro-batch-size" in self.written
-        return self.config.training.micro_batch_size if given else None
-
-    def num_micro_batches(self, micro_batch_size: int) -> int | None:
-        """N, if a micro-batch has so many windows, once batches have grown.
+    def num_micro_batches(self) -> int | None:
+        """N, once batches have grown; None where nothing gives a batch.
 
         Raises :class:`ConfigError` where the batch has a rest.
         """
-        training, said = self.config.training, "--global-batch-size of --model is"
-        size = training.global_batch_size
+        training, said = self.config.training, "--global-batch-size is"
+        size, micro_batch_size = training.global_batch_size, training.micro_batch_size
         if training.step_batch_size_schedule is not None:
             size, ramp = batch(self.config, 1)
             assert ramp is not None
             said = f"{SCHEDULE} of --model leads to a batch of"
-        elif "--global-batch-size" not in self.written:
+        elif "global_batch_size" not in self.written:
             return None
         number, rest = divmod(size, micro_batch_size)
         if not number or (rest and not training.decrease_batch_size_if_needed):
@@ -79,15 +72,17 @@ class Model:
             )
         return number
 
-    def dp_size(self, inner: int) -> int | None:
-        """Data-parallel replicas on the devices that a recipe runs on, ``inner`` a replica; None
-        where it says no devices.
+    @property
+    def dp_size(self) -> int | None:
+        """Data-parallel replicas on the devices that a recipe runs on; None where it says none.
 
         Raises :class:`ConfigError` for devices that do not divide so.
         """
         if self.recipe is None or not {"NUM_NODES", "GPUS_PER_NODE"} & set(self.recipe.environment):
             return None
-        num_devices = self.recipe.num_nodes * self.recipe.devices_per_node
+        p, num_devices = self.config.parallel, self.recipe.num_nodes * self.recipe.devices_per_node
+        inner = p.tensor_model_parallel_size * p.context_parallel_size
+        inner *= p.pipeline_model_parallel_size
         if num_devices % inner:
             raise ConfigError(
                 f"the {num_devices} devices of --model do not divide over TP × CP × PP = {inner}; "
@@ -98,33 +93,31 @@ class Model:
     @cached_property
     def shape(self) -> ModelShape:
         """Its sizes, the vocabulary not padded; trained in 16 bits, whatever the settings say."""
-        if self.sizes is not None:
-            return self.sizes
         config = replace(self.config, training=replace(self.config.training, bf16=True))
         return model_shape(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
-
-    def with_settings(self, config: Config) -> Model:
-        """The same with flags over its settings."""
-        return replace(self, config=config)
 
     @property
     def flags(self) -> dict[str, Flags]:
         """By heading, what it says of the model and beside it that no search decides, and how
         Megatron-LM's script is told of it.
         """
-        model, beside = told_flags(self.config, self.written, flags_beside(self.words))
+        model, beside = map(flags_of, told(self.config, self.written))
         # What Megatron takes with --swiglu where it is not given is not what a settings file means.
         model = {**model, "--ffn-hidden-size": self.shape.ffn_hidden_size}
-        if self.sizes is not None:
-            model = model_flags(self.sizes)
-        return {"Model": model, "As --model says": beside}
+        return {"Model": model, "As --model says": {**beside, **flags_beside(self.words)}}
 
     def batch_flags(self, num_windows: int, *, bits: bool = True) -> Flags:
         """How Megatron-LM's script is told of the batch."""
-        m, window = self.config.model, self.config.data.seq_length
-        positions = max(self.shape.learned_positions, m.max_position_embeddings or 0)
+        window, rows = self.config.data.seq_length, self.config.model.max_position_embeddings or 0
+        batch = {
+            "seq_length": window,
+            # Megatron asks for it whatever the positions are.
+            "max_position_embeddings": max(window, rows),
+            "micro_batch_size": 1,
+            "global_batch_size": num_windows,
+        }
         precision = "fp16" if "--fp16" in self.words else "bf16"
-        return batch_flags(window, num_windows, positions=positions, bits=precision if bits else "")
+        return flags_of(batch | {precision: bits})
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -142,6 +135,35 @@ def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) ->
     flag(group, "--model NAME|FILE", about, required=required)
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """The flags of a setting in commands: the short one, then Megatron's or ours."""
+    short = table()[name].short or name.removeprefix("wlb_")
+    return tuple(dict.fromkeys(map(flag_of, (short, name))))
+
+
+def settings(group: argparse._ActionsContainer, *names: str, about: str = "") -> None:
+    """Adds the flags of settings, Megatron's and short ones: both fill the same.
+
+    Help says ``about``, or what the setting is and its default.
+    """
+    usual = Config().flat() | USUAL
+    for name in names:
+        options = argument(name, ", or ".join(filter(None, ("--model's", said(usual[name])))))
+        options["help"] = about or options["help"]
+        group.add_argument(*spellings(name), **options)
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags give. Raises :class:`ConfigError` for values that cannot be."""
+    found = {name: value for name, value in vars(args).items() if name in table()}
+    refuse_all(
+        error
+        for name, value in found.items()
+        for error in table()[name].beyond(spellings(name)[0], value)
+    )
+    return found
+
+
 def read_model(name_or_path: str) -> Model:
     """The model of that name, or that a file describes in any of its three forms.
 
@@ -149,15 +171,16 @@ def read_model(name_or_path: str) -> Model:
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml", ".json") or is_shape(path):
-        sizes = load_model(name_or_path)
-        layers = replace(Config().model, num_layers=sizes.num_layers)
-        return Model(replace(Config(), model=layers), sizes=sizes)
+        sizes = model_settings(load_model(name_or_path))
+        return Model(from_flat(script_defaults() | USUAL | ASSUMED | sizes), tuple(sizes))
     try:
         words, recipe = yaml_arguments(name_or_path), None
         if flag_of("MODEL_ARGS") in words:
             recipe = read_recipe(path, os.environ)
             words = list(recipe.arguments)
-        read = settings_of if recipe is None else settings_of_script
-        return Model(read(words), tuple(words), recipe=recipe)
+        names = {flag_of(name): name for name in table()}
+        written = tuple(names[word] for word in words if word in names)
+        config = settings_of_script(words, USUAL) if recipe else settings_of(words, USUAL | ASSUMED)
+        return Model(config, written, tuple(words), recipe)
     except ConfigError as error:
         raise ConfigError(f"--model {name_or_path}: {error}") from None

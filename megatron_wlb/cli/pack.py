@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_wlb.cli import inputs
 from megatron_wlb.cli.flags import flag
+from megatron_wlb.cli.model import given, settings, spellings
 from megatron_wlb.cli.output import (
     about_columns,
     check_picture,
@@ -16,7 +18,8 @@ from megatron_wlb.cli.output import (
     say,
     table_of_outcomes,
 )
-from megatron_wlb.planning.packing import PACKINGS, reads
+from megatron_wlb.planning.packing import PACKINGS
+from megatron_wlb.planning.packing.settings import unread
 from megatron_wlb.simulator.baseline import Baseline, row
 from megatron_wlb.simulator.trial import Outcome
 from megatron_wlb.study.advice import check_max_delay, gain, nothing_fits, recommended, steps_of
@@ -59,12 +62,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is compared")
     inputs.add_packings(group)
     inputs.add_packing_rules(group)
-    flag(group, "--queue-thresholds L", "of wlb, in tokens", [], of=int)
-    flag(group, "--hold-tau X", "of hold", 1.0)
-    flag(group, "--delay-price X", "of hold")
+    settings(group, "wlb_queue_thresholds", "wlb_hold_tau", "wlb_delay_price", "wlb_solver_limit")
     inputs.add_max_delay(group)
     inputs.add_steps(group)
-    flag(group, "--solver-limit S", "of fixed-solver: about so many seconds a search", 1.0)
     output = parser.add_argument_group("output")
     flag(output, "--plot FILE", "picture of the table, PNG")
     output.add_argument("--json", action="store_true", help='print {"rows": […], …}')
@@ -75,24 +75,16 @@ def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
     job = inputs.read_job(args)
-    own = {
-        "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
-        "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
-        "fixed_solver": {"solver_limit": args.solver_limit},
-    }
     runs = [job.run(number) for number in job.numbers]
     max_tokens = job.max_tokens(runs[-1])
-    cases = [(run, job.settings(job.named, run, **own)) for run in runs]
+    cases = [(run, job.settings(job.named, run)) for run in runs]
     steps = job.steps(max(run.step_tokens for run in runs))
     packings = list(dict.fromkeys(setting.name for _, settings in cases for setting in settings))
-    for name, field, value, default in (
-        ("--queue-thresholds", "queue_thresholds", args.queue_thresholds, []),
-        ("--hold-tau", "tau", args.hold_tau, 1.0),
-        ("--delay-price", "delay_price", args.delay_price, None),
-        ("--solver-limit", "solver_limit", args.solver_limit, 1.0),
-    ):
-        if value != default and not any(reads(packing, field) for packing in packings):
-            remark(f"{name} has no effect: {', '.join(packings)} do not read it")
+    wlb = job.config.wlb
+    idle = [unread(replace(wlb, wlb_packing=packing)) for packing in packings]
+    for name in given(args):
+        if all(name in one for one in idle):
+            remark(f"{spellings(name)[0]} has no effect: {', '.join(packings)} do not read it")
     pairs = job.compared(cases, steps, [job.sharding], "packing")
     base = pairs[-1][1]
     title = f"{job.title(runs[-1])}, {job.documents.title}"
@@ -101,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
 
         plot_packings([outcome for outcome, _ in pairs], title, args.plot)
     if args.json:
-        told = {"frame": base.as_dict(), "layout": job.layout(runs[-1])}
+        told = {"frame": base.as_dict(), "layout": runs[-1].parallelism.sizes}
         print(json.dumps(told | {"rows": [row(*pair) for pair in pairs]}, indent=1))
         return 0
     out = console()

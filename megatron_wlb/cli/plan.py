@@ -8,14 +8,14 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.table import Table
 
 from megatron_wlb.cli import inputs
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import RECOMPUTE, machine_title
-from megatron_wlb.cli.model import Model, read_model
+from megatron_wlb.cli.model import Model, given, settings
 from megatron_wlb.cli.output import (
     OVER,
     check_file,
@@ -25,17 +25,16 @@ from megatron_wlb.cli.output import (
     say,
     table_of,
 )
-from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost import Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
-from megatron_wlb.plan.sharding.select import MODES, Mode
 from megatron_wlb.planning.extension import strategies
 from megatron_wlb.planning.from_config import execution
 from megatron_wlb.planning.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import MOST_DEVICES, whole_number
-from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.settings.config import Config, flag_of, table
 from megatron_wlb.settings.megatron import ParallelConfig
 from megatron_wlb.simulator.baseline import COLUMNS, row
 from megatron_wlb.simulator.trial import Steps
@@ -49,7 +48,6 @@ STEP_TOKENS = 1 << 22
 HEADROOM = 0.05
 UNFIT_ANYWHERE = "no gain over original is told, which fits memory in no layout here"
 SHOWN = ("step_ms", "tokens_per_s", "bubble_share", "peak_gib", "delay_mean")
-SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size")
 
 _EPILOG = f"""\
 {inputs.SOURCES}
@@ -97,15 +95,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     about = "of a step over all replicas: --global-batch-size; several are compared"
     about = f"{about} (default: what has {STEP_TOKENS:,} tokens)"
     flag(group, "--num-micro-batches N", about, of=int)
-    for name in SIZES:
-        flag(group, f"{flag_of(name)} N", "only this one")
+    settings(group, *inputs.SIZES, about="only this one")
+    flag(group, "--dp-size N", "only this one")
     flag(group, "--max-tp N", "most tensor-parallel ranks (default: a node)")
     flag(group, "--recompute", "only this (default: as little as fits)", choices=RECOMPUTE)
     about = f"as for wlb simulate (default: {','.join(Space.packings)})"
     flag(group, "--packing a,b,…", about)
-    flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
-    inputs.add_expert_imbalance(group)
-    inputs.add_long_documents(group)
+    settings(group, "wlb_cp_sharding", "wlb_expert_imbalance", "wlb_long_documents")
     flag(group, "--refine N", "layouts to simulate", 8)
     flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
     flag(group, "--fp32", "strategies of a run without --bf16: what fits memory is less")
@@ -121,27 +117,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     _check(args)
-    model = read_model(args.model)
-    if model.config.model.position_embedding_type == "yarn":
+    model = inputs.asked(args)
+    config = model.config
+    if config.model.position_embedding_type == "yarn":
         raise ConfigError(
             f"--model {args.model} has --position-embedding-type yarn, which no run with "
             "--wlb-packing takes, as positions are by document; use rope, learned_absolute or none"
         )
-    config = inputs.asked(args, model)
-    model = model.with_settings(config)
-    documents = inputs.source(args, config.data.seq_length, config)
-    space = _space(args, model, config)
-    job = inputs.Job(args, model, config, space.num_micro_batches, documents)
+    documents = inputs.source(args, config)
+    space = _space(args, model)
+    job = inputs.Job(args, model, space.num_micro_batches, documents)
     steps = job.steps(max(space.num_micro_batches) * space.window)
     if args.strategies:
         return strategies().advise(args, steps, space, model)
     found = _search(args, space, steps)
-    sections = _sections(found, space, model)
+    sections = _sections(found, model)
     flags = {flag: value for section in sections.values() for flag, value in section.items()}
-    recipe.check_model(flags, space.shape)
     machine = space.num_devices, space.hardware.devices_per_node
     command = recipe.command(flags, *machine, model.environment, model.variables)
-    title = f"{Path(args.model).stem} on {machine_title(args.num_devices, space.machine)}"
+    title = f"{Path(args.model).stem} on {machine_title(args.num_devices, config.wlb.wlb_hardware)}"
     if args.out:
         remarks = _remarks(title, found, recipe.to_add(flags))
         write_text(args.out, recipe.recipe(sections, *machine, remarks, model.environment))
@@ -168,7 +162,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--headroom is {args.headroom:g}; give a share from 0 to below 1")
     for name, value in (("--refine", args.refine), ("--rows", args.rows)):
         whole_number(name, value, 1, MOST_STEPS)
-    if args.cost is not None:
+    if "wlb_cost" in given(args):
         raise ConfigError(
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
@@ -194,30 +188,29 @@ def _search(args: argparse.Namespace, space: Space, steps: Steps) -> Search:
         )
 
 
-def _sections(found: Search, space: Space, model: Model) -> dict[str, recipe.Flags]:
+def _sections(found: Search, model: Model) -> dict[str, recipe.Flags]:
     """The flags that train the best, by what they are about."""
     run, outcome = found.best.candidate.scenario, found.best.outcome
+    balance = recipe.balance_settings(run, outcome.setting, model.config.wlb)
     return {
         **model.flags,
-        "Layout": recipe.layout_flags(run),
+        "Layout": recipe.flags_of(recipe.layout_settings(run)),
         "Batch": model.batch_flags(run.num_micro_batches),
-        "Workload balance": recipe.balance_flags(
-            run, outcome.flags, outcome.sharding, space.machine
-        ),
+        "Workload balance": recipe.flags_of(balance),
     }
 
 
-def _space(args: argparse.Namespace, model: Model, config: Config) -> Space:
+def _space(args: argparse.Namespace, model: Model) -> Space:
+    config, numbers = model.config, args.num_micro_batches
     window = config.data.seq_length
-    numbers = args.num_micro_batches
     if numbers is None:
         numbers = [max(1, STEP_TOKENS // window)]
-    given = {
-        name: whole_number(flag_of(name), getattr(args, name), 1, MOST_DEVICES)
-        for name in ("num_devices", "max_tp", *SIZES)
-        if getattr(args, name) is not None
-    }
-    fixed = {name: size for name, size in given.items() if name in SIZES}
+    for name in ("num_devices", "max_tp", "dp_size"):
+        if getattr(args, name) is not None:
+            whole_number(flag_of(name), getattr(args, name), 1, MOST_DEVICES)
+    sizes = {table()[name].short: size for name, size in given(args).items()}
+    sizes["dp_size"] = args.dp_size
+    fixed = {name: sizes[name] for name in Parallelism().sizes if sizes.get(name)}
     hardware = load_hardware(config.wlb.wlb_hardware)
     node = hardware.devices_per_node
     if args.num_devices > node and args.num_devices % node:
@@ -239,9 +232,9 @@ def _space(args: argparse.Namespace, model: Model, config: Config) -> Space:
         window=window,
         num_micro_batches=inputs.numbers_of_micro_batches(numbers),
         packings=tuple(dict.fromkeys(args.packing or Space.packings)),
-        sharding=cast(Mode, args.sharding),
+        sharding=config.wlb.wlb_cp_sharding,
         recomputes=tuple(RECOMPUTE[name] for name in recompute),
-        extrapolate=args.cost_extrapolate,
+        extrapolate=config.wlb.wlb_cost_extrapolate,
         fixed=fixed,
     )
 
@@ -300,8 +293,7 @@ def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
 
 
 def _layout(of: Run | Rejected) -> dict[str, Any]:
-    sizes = {name: getattr(of.parallelism, name) for name in SIZES}
-    return sizes | {
+    return of.parallelism.sizes | {
         "stage_layers": of.parallelism.stage_layers,
         "num_micro_batches": of.num_micro_batches,
         "recompute": of.recompute.title,

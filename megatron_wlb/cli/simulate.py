@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     heading = job.title(run)
     written = _write(job, run, base, outcomes, heading)
     if args.json:
-        told = {"frame": base.as_dict(), "layout": job.layout(run)}
+        told = {"frame": base.as_dict(), "layout": run.parallelism.sizes}
         rows = [row(outcome, base) for outcome in outcomes]
         print(json.dumps({"simulated": True} | told | {"rows": rows}, indent=1))
         return 0

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from megatron_wlb.cli import inputs
 from megatron_wlb.cli.flags import flag
+from megatron_wlb.cli.model import settings
 from megatron_wlb.cli.output import (
     check_picture,
     console,
@@ -61,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--packing a,b", "what is tuned", list(TUNABLE))
     inputs.add_packing_rules(group)
     inputs.add_max_delay(group)
-    flag(group, "--look-ahead K", "let hold look so many steps ahead", 0)
+    settings(group, "wlb_look_ahead")
     inputs.add_steps(group)
     output = parser.add_argument_group("output")
     flag(output, "--plot FILE", "trade-off curve, PNG")
@@ -74,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     check_max_delay(args.max_delay)
     job = inputs.read_job(args)
     documents = job.documents
-    number, *others = job.numbers
+    wlb, (number, *others) = job.config.wlb, job.numbers
     if others:
         raise ConfigError(
             f"--num-micro-batches has {number} and {others[0]}; wlb tune takes one number"
@@ -99,8 +100,8 @@ def _run(args: argparse.Namespace) -> int:
             max_tokens=job.asked_tokens,
             max_delay=args.max_delay,
             sharding=job.sharding,
-            look_ahead=args.look_ahead,
-            limits={"max_age": args.max_age, "max_step_tokens": args.max_step_tokens},
+            look_ahead=wlb.wlb_look_ahead,
+            limits={"max_age": wlb.wlb_max_age, "max_step_tokens": wlb.wlb_max_step_tokens},
             progress=progress,
         )
     title = f"{job.title(run)}, {documents.title}, S_max up to {max_tokens / job.window:g} windows"
@@ -109,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
 
         plot_trade_off(tuning, title, args.plot)
     if args.json:
-        told = {"frame": base.as_dict(), "layout": job.layout(run)}
+        told = {"frame": base.as_dict(), "layout": run.parallelism.sizes}
         print(json.dumps(told | as_dict(tuning, base), indent=1))
         return 0
     out = console()

@@ -249,9 +249,15 @@ class Parallelism:
     """Ranks over which each expert is divided; ``tp_size`` if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size"):
-            whole_number(f"parallelism: {name}", getattr(self, name), 1, MOST_DEVICES)
+        for name, size in self.sizes.items():
+            whole_number(f"parallelism: {name}", size, 1, MOST_DEVICES)
         whole_number("parallelism: etp_size", self.expert_tp_size, 1, MOST_DEVICES)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By name, but for those of an expert."""
+        names = "tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def expert_tp_size(self) -> int:

@@ -171,22 +171,15 @@ def execution(config: Config, dp_size: int = 1) -> Execution:
 
 
 def run_of(
-    config: Config,
-    padded_vocab_size: int,
-    dp_size: int,
-    *,
-    cost: Cost | None = None,
-    shape: ModelShape | None = None,
+    config: Config, padded_vocab_size: int, dp_size: int, *, cost: Cost | None = None
 ) -> Run:
-    """Describes the run of these settings; ``cost`` replaces the analytic one, and ``shape`` what
-    they say of the model.
-    """
+    """Describes the run of these settings; ``cost`` replaces the analytic one."""
     wlb, micro_batch_size = config.wlb, config.training.micro_batch_size
     num_windows, ramp = batch(config, dp_size)
     if wlb.wlb_memory_gib is not None:
         real_number("--wlb-memory-gib", wlb.wlb_memory_gib, LEAST, MOST)
     return Run(
-        shape or model_shape(config, padded_vocab_size),
+        model_shape(config, padded_vocab_size),
         execution(config, dp_size),
         load_hardware(wlb.wlb_hardware),
         config.data.seq_length,

@@ -63,18 +63,20 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     return config
 
 
-def settings_of_script(arguments: Sequence[str]) -> Config:
-    """As :func:`settings_of`, with the defaults of Megatron-LM's script."""
-    config = settings_of(arguments, script_defaults())
+def settings_of_script(
+    arguments: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> Config:
+    """As :func:`settings_of`, with the defaults of Megatron-LM's script under ``defaults``."""
+    config = settings_of(arguments, {**script_defaults(), **(defaults or {})})
     model = config.model
     if model.swiglu and model.ffn_hidden_size is None:  # as many weights as without a gate
         model = dataclasses.replace(model, ffn_hidden_size=model.hidden_size * 8 // 3 // 64 * 64)
     return dataclasses.replace(config, model=model)
 
 
-def flags_beside(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Megatron's flags that no setting stands for, with their values, but for those that a search
-    decides.
+def flags_beside(arguments: Sequence[str]) -> dict[str, Any]:
+    """Megatron's flags that no setting stands for, but for those that a search decides: True for a
+    bare one, a value, or a list of several.
     """
     flags: dict[str, list[str]] = {}
     for word in parse_known(arguments)[1]:
@@ -83,4 +85,8 @@ def flags_beside(arguments: Sequence[str]) -> dict[str, list[str]]:
             values = flags[flag] = [value] if equals else []
         else:
             values.append(word)
-    return {flag: values for flag, values in flags.items() if flag not in _SEARCHED}
+    return {
+        flag: values if len(values) > 1 else values[0] if values else True
+        for flag, values in flags.items()
+        if flag not in _SEARCHED
+    }

@@ -130,7 +130,7 @@ def _check_ranges(config: Config) -> Iterator[str]:
     for name, known in table().items():
         yield from known.beyond(flag_of(name), values[name])
     if not 0 < values["rotary_percent"] <= 1:
-        yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
+        yield f"--rotary-percent is {values['rotary_percent']}; give a number in (0, 1]"
 
 
 def check_micro_batches(config: Config, world_size: int) -> int:

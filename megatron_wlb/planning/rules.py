@@ -283,8 +283,6 @@ GENERAL: Rules = (
         "it gathers what the distributed optimizer has updated in parts",
         "add --use-distributed-optimizer and --overlap-grad-reduce, or leave it out"),
     # Windows and packings.
-    Refusal("seq_length", lambda f, v: v < 2, "a window needs at least 2 tokens",
-        "use at least 2, one to predict the other"),
     Refusal("wlb_max_tokens", lambda f, v: v is not None and v < f.d.seq_length,
         "that is below --seq-length {f.d.seq_length}: a document of a whole window would fit "
         "nowhere", "use at least the window, better twice"),

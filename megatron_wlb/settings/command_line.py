@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.reading import Several, decimal, parse_mapping, read_text, text_of_flag
-from megatron_wlb.settings.config import Config, flag_of, from_flat, groups_of_settings
+from megatron_wlb.settings.config import Config, flag_of, from_flat, groups_of_settings, table
 
 
 @cache
@@ -130,34 +130,45 @@ def add_flags(
     from what is parsed.
     """
     group = parser.add_argument_group(title, group_type.__doc__)
-    hints = typing.get_type_hints(group_type)
     for f in dataclasses.fields(group_type):
-        # This compares identity, as 0 is a default worth showing, though it equals False.
-        hidden = f.default is None or f.default is False or f.default == ()
-        default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-        shown = "" if hidden else f" (default: {default})"
-        options = _type_options(hints[f.name], auto=f.name.startswith("wlb_"))
-        if f.metadata.get("choices"):
-            options = {"choices": tuple(f.metadata["choices"])}
-        group.add_argument(
-            flag_of(f.name),
-            dest=f.name,
-            default=f.default if defaults else argparse.SUPPRESS,
-            help=_help(f.metadata).replace("%", "%%") + shown,
-            **options,
-        )
+        options = argument(f.name, said(f.default))
+        if defaults:
+            options["default"] = f.default
+        group.add_argument(flag_of(f.name), **options)
 
 
-def _help(traits: Mapping[str, Any]) -> str:
-    said = (f"{name}: {choice.about}" for name, choice in traits.get("choices", {}).items())
-    return ". ".join((traits["help"], *said))
+def said(default: Any) -> str:
+    """A default as help shows it; nothing where it is no value."""
+    # This compares identity, as 0 is a default worth showing, though it equals False.
+    if default is None or default is False or default == ():
+        return ""
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def argument(name: str, default: str) -> dict[str, Any]:
+    """Argparse's options of a setting, which is absent from what is parsed if it is not given; its
+    help says a ``default``.
+    """
+    traits = table()[name]
+    about = (f"{choice}: {one.about}" for choice, one in traits.choices.items())
+    help = ". ".join((traits.help, *about)).replace("%", "%%")
+    help += f" (default: {default})" if default else ""
+    options = _type_options(_hints()[name], auto=name.startswith("wlb_"))
+    if traits.choices:
+        options = {"choices": tuple(traits.choices)}
+    return {"dest": name, "default": argparse.SUPPRESS, "help": help, **options}
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    """The types of all settings."""
+    groups = groups_of_settings().values()
+    return {name: x for group in groups for name, x in typing.get_type_hints(group).items()}
 
 
 def _reject_unknown(flags: Sequence[str]) -> None:
     """Raises for flags that are not ours, saying whether they are Megatron's."""
-    known = {"--help"} | {
-        flag_of(f.name) for g in groups_of_settings().values() for f in dataclasses.fields(g)
-    }
+    known = {"--help", *map(flag_of, table())}
     names = [flag.split("=")[0] for flag in flags]
     megatrons = [name for name in names if name in megatron_flags() - known]
     refuse_all(
@@ -223,10 +234,7 @@ def yaml_arguments(path: str) -> list[str]:
     Raises :class:`ConfigError` for one that cannot be read, or is no mapping.
     """
     switches = {  # given as on or off
-        flag_of(name)
-        for group in groups_of_settings().values()
-        for name, hint in typing.get_type_hints(group).items()
-        if typing.get_args(hint) == ("on", "off")
+        flag_of(name) for name, hint in _hints().items() if typing.get_args(hint) == ("on", "off")
     }
     arguments: list[str] = []
     for key, value in parse_mapping(read_text(path)).items():

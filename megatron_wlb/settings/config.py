@@ -177,6 +177,7 @@ class WlbConfig:
         "per-document: 2·CP pieces of each document. adaptive: the one of these two with the "
         "faster attention on the slowest rank, by prediction. hybrid: also per-document for long "
         "documents only, from a length that is chosen likewise",
+        short="sharding",
     )
     wlb_strategies: str | None = searched(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES, MOST_LAYERS, MOST_TOKENS
+from megatron_wlb.reading import MAX_SIZE, MOST_LAYERS, MOST_TOKENS
 from megatron_wlb.settings.setting import (
     SAME,
     count,
@@ -187,12 +187,14 @@ class ModelConfig:
 class ParallelConfig:
     """How the model is laid out over the processes that torchrun starts."""
 
-    tensor_model_parallel_size: int = devices(1, "TP", layout=True)
-    pipeline_model_parallel_size: int = devices(1, "PP", layout=True)
-    num_virtual_stages_per_pipeline_rank: int | None = setting(
+    tensor_model_parallel_size: int = devices(
+        1, "TP: ranks over which each layer is divided", short="tp_size", layout=True
+    )
+    pipeline_model_parallel_size: int = devices(1, "PP: stages", short="pp_size", layout=True)
+    num_virtual_stages_per_pipeline_rank: int | None = devices(
         None,
         "VPP: model chunks a pipeline rank (interleaved 1F1B)",
-        most=MOST_DEVICES,
+        short="vpp_size",
         script="virtual_pipeline_model_parallel_size",
         layout=True,
     )
@@ -220,17 +222,19 @@ class ParallelConfig:
         layout=True,
     )
     context_parallel_size: int = devices(
-        1, "CP: ranks over which each micro-batch's tokens are divided", layout=True
+        1, "CP: ranks that divide each micro-batch's tokens", short="cp_size", layout=True
     )
-    expert_model_parallel_size: int = size(
+    expert_model_parallel_size: int = devices(
         1,
         "EP: ranks over which experts are divided, of data- and context-parallel ones too",
+        short="ep_size",
         resume="same",
         searched=True,
     )
-    expert_tensor_parallel_size: int | None = size(
+    expert_tensor_parallel_size: int | None = devices(
         None,
         "TP of experts; --tensor-model-parallel-size if not given",
+        short="etp_size",
         resume="same",
         searched=True,
     )
@@ -376,7 +380,13 @@ class DataConfig:
         "969,30,1", "shares of documents for training, validation and test", script=SAME
     )
     seq_length: int = searched(
-        8192, "the window, in tokens", most=MOST_TOKENS, script=SAME, resume="same"
+        8192,
+        "the window, in tokens",
+        short="window",
+        least=2,
+        most=MOST_TOKENS,
+        script=SAME,
+        resume="same",
     )
     vocab_size: int | None = size(
         None,

@@ -18,6 +18,8 @@ class Setting:
     """All that the package needs to know of a setting besides its name, type and default."""
 
     help: str
+    short: str = ""
+    """What commands of ``wlb`` and a layout call it: ``--tp-size`` is `tp_size`."""
     least: int | None = None
     most: int | None = None
     within: tuple[float, float] | None = None
@@ -48,13 +50,13 @@ class Setting:
         for one in value if isinstance(value, tuple | list) else [value]:
             if one is None or isinstance(one, str):
                 continue
-            said = f"{flag} is {one}; it must be"
+            said = f"{flag} is {one}; give"
             if self.most is not None and one > self.most:
                 yield f"{said} at most {self.most}"
             if self.least is not None and one < self.least:
                 yield f"{said} at least {self.least}"
             if self.within is not None and not self.within[0] <= one < self.within[1]:  # or NaN
-                yield f"{said} in [{self.within[0]}, {self.within[1]})"
+                yield f"{said} a number in [{self.within[0]}, {self.within[1]})"
 
 
 def setting(default: Any, help: str, **traits: Any) -> Any:

@@ -210,9 +210,7 @@ def _between(num_layers: int, pp_size: int, first: int | None, last: int | None)
     return [*([] if first is None else [first]), *ranks, *([] if last is None else [last])]
 
 
-def flags_of(
-    stage_layers: Sequence[int], vpp_size: int, num_ahead: int = 0
-) -> dict[str, int | str]:
+def split_of(stage_layers: Sequence[int], vpp_size: int, num_ahead: int = 0) -> PipelineSplit:
     """The flags by which Megatron builds such stages; none where all have as many.
 
     ``num_ahead`` layers in the last one predict further ahead. The first and the last stage where
@@ -220,14 +218,14 @@ def flags_of(
     """
     first, *middle = stage_layers
     if not any(layers != first for layers in middle):
-        return {}
+        return PipelineSplit()
     *middle, last = middle
     if vpp_size == 1 and len(set(middle)) < 2 and min(stage_layers) > 0:
         usual = middle[0] if middle else None
-        return {flag: n for flag, n in ((_FIRST, first), (_LAST, last)) if n != usual}
+        return PipelineSplit(None if first == usual else first, None if last == usual else last)
     stages = ["t" * layers for layers in stage_layers]
     stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}{'m' * num_ahead}L"
-    return {LAYOUT: "|".join(map(_short, stages))}
+    return PipelineSplit(pipeline_model_parallel_layout="|".join(map(_short, stages)))
 
 
 def _short(stage: str) -> str:

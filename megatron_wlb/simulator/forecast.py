@@ -125,7 +125,7 @@ def forecast(config: Config, num_devices: int) -> dict[str, Any]:
     layout, stages = run.parallelism, range(run.parallelism.pp_size)
     slices = command.setting.kind.slices
     return {
-        **{f"{axis}_size": getattr(layout, f"{axis}_size") for axis in AXES},
+        **layout.sizes,
         "parameters": memory.total_parameters,
         "num_devices": num_devices,
         "micro_batches_a_rank": command.micro_batches_a_rank,
@@ -143,14 +143,9 @@ def forecast(config: Config, num_devices: int) -> dict[str, Any]:
     }
 
 
-AXES = ("tp", "cp", "pp", "vpp", "dp", "ep")
-
-
-def on_gpus(config: Config, padded_vocab_size: int, dp_size: int, **known: Any) -> Run:
-    """The run of these settings on GPUs, once batches have grown; ``known`` as
-    :func:`~megatron_wlb.planning.from_config.run_of` takes it.
-    """
-    run = planning.run_of(config, padded_vocab_size, dp_size, **known)
+def on_gpus(config: Config, padded_vocab_size: int, dp_size: int) -> Run:
+    """The run of these settings on GPUs, once batches have grown."""
+    run = planning.run_of(config, padded_vocab_size, dp_size)
     return dataclasses.replace(run.executed(kernels="fused"), ramp=None)
 
 

@@ -81,18 +81,19 @@ def run(args: argparse.Namespace, steps: Steps, searched: Space, model: Model) -
 
 def _flags(out: Path, searched: Space, space: StrategySpace, model: Model) -> recipe.Flags:
     """The command line whose replicas fit memory as they are priced here."""
-    flags: recipe.Flags = {
+    own = {
+        "expert_model_parallel_size": space.ep_size if space.ep_size > 1 else None,
+        "expert_tensor_parallel_size": 1 if space.etp_size else None,
+        **recipe.recompute_settings(space.recompute),
+        "wlb_strategies": str(out),
+        "wlb_hardware": model.config.wlb.wlb_hardware,
+        "wlb_memory_gib": space.memory_gib,
+    }
+    return {
         **{flag: value for told in model.flags.values() for flag, value in told.items()},
         **model.batch_flags(searched.num_micro_batches[0], bits=space.execution.bf16),
-        **({"--expert-model-parallel-size": space.ep_size} if space.ep_size > 1 else {}),
-        **({"--expert-tensor-parallel-size": 1} if space.etp_size else {}),
-        **recipe.recompute_flags(space.recompute),
-        "--wlb-strategies": str(out),
-        "--wlb-hardware": model.config.wlb.wlb_hardware,
-        **({} if space.memory_gib is None else {"--wlb-memory-gib": space.memory_gib}),
+        **recipe.flags_of(own),
     }
-    recipe.check_model(flags, searched.shape)
-    return flags
 
 
 def _expert_ranks(searched: Space) -> int:

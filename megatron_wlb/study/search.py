@@ -261,7 +261,7 @@ def _layouts(space: Space) -> Iterator[Parallelism]:
             sizes = tp_size, cp_size, pp_size, vpp_size, space.num_devices // inner
             plain = Parallelism(*sizes, sequence_parallel=tp_size > 1)
             for layout in _with_experts(space.shape, plain):
-                if all(getattr(layout, name) == size for name, size in space.fixed.items()):
+                if space.fixed.items() <= layout.sizes.items():
                     yield layout
 
 

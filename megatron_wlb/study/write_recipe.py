@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
-from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -19,20 +18,24 @@ import yaml
 from megatron_wlb.cost.shape import ModelShape, Recompute
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.from_words import settings_of_script
 from megatron_wlb.planning.layer_patterns import pattern_of
-from megatron_wlb.planning.packing import kind_of
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
-from megatron_wlb.settings.config import Config, flag_of, script_defaults, table
-from megatron_wlb.settings.megatron import ModelConfig
+from megatron_wlb.settings.config import (
+    Config,
+    WlbConfig,
+    flag_of,
+    from_flat,
+    script_defaults,
+    table,
+)
 from megatron_wlb.settings.recipe import quoted
-from megatron_wlb.settings.split import LAYOUT, flags_of
+from megatron_wlb.settings.split import LAYOUT, split_of
 
 Value: TypeAlias = bool | int | float | str | list[str | int]
 Flags: TypeAlias = Mapping[str, Value]
 """A flag and its value; True for a bare one, a list where it takes several."""
-VPP = "--num-virtual-stages-per-pipeline-rank"
 LAUNCHER = "megatron_wlb.launch"
 TO_ADD = "--data-path", "--tokenizer-type", "--train-iters", "--lr", "--eval-interval"
 """What a run by :data:`LAUNCHER` needs, and no layout says."""
@@ -42,90 +45,55 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron asks for 1 of it with TP or CP, on GPUs before Blackwell."""
 
 
-def model_flags(shape: ModelShape) -> Flags:
+def model_settings(shape: ModelShape) -> dict[str, Any]:
+    """The settings that make such a model, with the vocabulary.
+
+    Raises :class:`ConfigError` where no settings do.
+    """
     grouped = shape.num_query_groups != shape.num_attention_heads
     own_channels = shape.kv_channels * shape.num_attention_heads != shape.hidden_size
     rotary = 0.0 if shape.learned_positions else shape.rotary_percent
     rotates = rotary or shape.latent  # whose own part of a head has the positions
     positions = "learned_absolute" if shape.learned_positions else "rope" if rotates else "none"
-    latent = (
-        {flag_of(name): size for name, size in asdict(shape.latent).items()}
-        if (shape.latent)
-        else {}
-    )
-    return _given(
-        {
-            "--multi-latent-attention": bool(latent),
-            **latent,
-            "--num-layers": shape.num_layers,
-            "--hidden-size": shape.hidden_size,
-            "--ffn-hidden-size": shape.ffn_hidden_size,
-            "--num-attention-heads": shape.num_attention_heads,
-            "--group-query-attention": grouped,
-            "--num-query-groups": shape.num_query_groups if grouped else None,
-            "--kv-channels": shape.kv_channels if own_channels and not latent else None,
-            "--normalization": "RMSNorm" if shape.rms_norm else None,
-            "--swiglu": shape.gated,
-            "--disable-bias-linear": not shape.linear_bias,
-            "--add-qkv-bias": shape.qkv_bias,
-            "--qk-layernorm": shape.qk_norm,
-            "--window-size": f"{shape.reach_tokens - 1},0" if shape.reach_tokens else None,
-            "--window-attn-skip-freq": pattern_of(shape, lambda one: one.windowed_query_size > 0),
-            "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
-            "--mtp-num-layers": shape.num_ahead or None,
-            "--position-embedding-type": positions,
-            "--rotary-percent": rotary if 0 < rotary < 1 else None,
-            "--hidden-dropout": None if shape.dropout else 0.0,
-            "--attention-dropout": None if shape.dropout else 0.0,
-            "--vocab-size": shape.vocab_size,
-            **_expert_flags(shape),
-        }
-    )
-
-
-def told_flags(
-    config: Config, written: Collection[str], others: Mapping[str, list[str]]
-) -> tuple[Flags, Flags]:
-    """What settings say of the model, and beside it, that no search decides.
-
-    That is what is ``written``, not the default, or not what Megatron-LM's script would have
-    otherwise. ``others`` are flags that no setting stands for.
-    """
-    usual, scripts = Config().flat(), script_defaults()
-    model, beside = dict[str, Value | None](), dict[str, Value | None]()
-    own = {f.name for f in fields(ModelConfig)}
-    for name, value in config.flat().items():
-        known, flag = table()[name], flag_of(name)
-        told = flag in written or value != usual[name]
-        if config.model.num_experts or not name.startswith("moe_"):
-            told |= scripts.get(name, value) != value
-        if told and not (known.searched or known.layout):
-            (model if name in own else beside)[flag] = _value(value)
-    beside |= {flag: _value(tuple(values)) or True for flag, values in others.items()}
-    return _given(model), _given(beside)
-
-
-def _value(value: Any) -> Any:
-    if not isinstance(value, tuple):
-        return value
-    if value and isinstance(value[0], int):  # Megatron reads several as one word
-        return ",".join(map(str, value))
-    return list(value) if len(value) > 1 else value[0] if value else None
-
-
-def check_model(flags: Flags, shape: ModelShape) -> None:
-    """Raises :class:`ConfigError` where ``flags`` make another model than ``shape``."""
-    config = settings_of_script(_words(flags))
-    built = model_shape(config, config.data.vocab_size or shape.vocab_size)
+    found = {
+        "multi_latent_attention": shape.latent is not None,
+        **(asdict(shape.latent) if shape.latent else {}),
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "group_query_attention": grouped,
+        "num_query_groups": shape.num_query_groups if grouped else None,
+        "kv_channels": shape.kv_channels if own_channels and not shape.latent else None,
+        "normalization": "RMSNorm" if shape.rms_norm else None,
+        "swiglu": shape.gated,
+        "disable_bias_linear": not shape.linear_bias,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "window_size": (shape.reach_tokens - 1, 0) if shape.reach_tokens else None,
+        "window_attn_skip_freq": pattern_of(shape, lambda one: one.windowed_query_size > 0),
+        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
+        "mtp_num_layers": shape.num_ahead or None,
+        "position_embedding_type": positions,
+        "max_position_embeddings": shape.learned_positions or None,
+        "rotary_percent": rotary if 0 < rotary < 1 else None,
+        "hidden_dropout": 0.1 if shape.dropout else 0.0,
+        "attention_dropout": 0.1 if shape.dropout else 0.0,
+        "vocab_size": shape.vocab_size,
+        **_expert_settings(shape),
+    }
+    found = {name: value for name, value in found.items() if value is not None}
+    built = model_shape(from_flat(found), shape.vocab_size)
     unlike = [f.name for f in fields(shape) if getattr(built, f.name) != getattr(shape, f.name)]
     if unlike:
         raise ConfigError(
-            f"Megatron-LM's flags cannot describe {', '.join(unlike)} of this model, so there is "
-            "no command to print; give --model a file of training settings that do"
+            f"Megatron-LM's flags cannot describe {', '.join(unlike)} of this model; give a file "
+            "of training settings that do"
         )
+    return found
 
 
-def _expert_flags(shape: ModelShape) -> Mapping[str, Value | None]:
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     """Raises :class:`ConfigError` for experts of several kinds."""
     if not shape.experts:
         return {}
@@ -136,87 +104,83 @@ def _expert_flags(shape: ModelShape) -> Mapping[str, Value | None]:
         )
     (experts,) = shape.experts
     return {
-        "--num-experts": experts.num_experts,
-        "--moe-layer-freq": pattern_of(shape, lambda layer: layer.is_routed),
-        "--moe-ffn-hidden-size": experts.expert_hidden_size,
-        "--moe-shared-expert-intermediate-size": experts.shared_hidden_size or None,
-        "--moe-router-topk": experts.topk,
-        "--moe-grouped-gemm": True,
-        "--moe-token-dispatcher-type": "alltoall",
+        "num_experts": experts.num_experts,
+        "moe_layer_freq": pattern_of(shape, lambda layer: layer.is_routed),
+        "moe_ffn_hidden_size": experts.expert_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_hidden_size or None,
+        "moe_router_topk": experts.topk,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
     }
 
 
-def _given(flags: Mapping[str, Value | None]) -> Flags:
-    return {flag: x for flag, x in flags.items() if x is not None and x is not False}
-
-
-def layout_flags(scenario: Run) -> Flags:
-    """How the model is divided, and what is recomputed."""
-    p, shape = scenario.parallelism, scenario.shape
-    uneven = flags_of(p.layers_of_stages(shape), p.vpp_size, shape.num_ahead)
-    return _given(
-        {
-            "--tensor-model-parallel-size": p.tp_size,
-            "--context-parallel-size": p.cp_size,
-            "--pipeline-model-parallel-size": p.pp_size,
-            "--expert-model-parallel-size": p.ep_size if shape.experts else None,
-            "--expert-tensor-parallel-size": p.expert_tp_size if shape.experts else None,
-            "--sequence-parallel": p.sequence_parallel,
-            # A layout has VPP in it.
-            VPP: p.vpp_size if p.vpp_size > 1 and LAYOUT not in uneven else None,
-            **uneven,
-            "--use-distributed-optimizer": True,
-            "--overlap-grad-reduce": scenario.execution.overlap_grad_reduce,
-            **recompute_flags(scenario.recompute),
-        }
-    )
-
-
-def recompute_flags(recompute: Recompute) -> Flags:
-    return _given(
-        {
-            "--recompute-granularity": recompute.granularity,
-            "--recompute-method": recompute.method,
-            "--recompute-num-layers": recompute.num_layers,
-        }
-    )
-
-
-def batch_flags(window: int, num_windows: int, *, positions: int = 0, bits: str = "bf16") -> Flags:
-    """Window, micro-batches of one window in a step, and 16 bits, if any.
-
-    Megatron asks for ``--max-position-embeddings`` whatever the positions are; ``positions`` are
-    those of the model.
+def told(config: Config, written: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What settings say of the model, and beside it, that no search decides: those ``written``, in
+    this order, and what Megatron-LM's script would have otherwise.
     """
-    return _given(
-        {
-            "--seq-length": window,
-            "--max-position-embeddings": max(window, positions),
-            "--micro-batch-size": 1,
-            "--global-batch-size": num_windows,
-            f"--{bits}": bool(bits),
-        }
-    )
+    values, usual = config.flat(), Config().flat() | script_defaults()
+    model, beside = dict[str, Any](), dict[str, Any]()
+    for name in dict.fromkeys(written) | values:
+        known, value = table()[name], values[name]
+        matters = config.model.num_experts or not name.startswith("moe_")
+        differs = name in written or (matters and value != usual[name])
+        if differs and not (known.searched or known.layout):
+            (model if hasattr(config.model, name) else beside)[name] = value
+    return model, beside
 
 
-def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware: str) -> Flags:
-    """The words of ``packing``, sharding, slices' memory, and the machine that costs are for."""
-    flags: dict[str, Value] = {}
-    for at, word in enumerate(packing):
-        if word.startswith("--"):
-            values = [*takewhile(lambda text: not text.startswith("--"), packing[at + 1 :])]
-            numbers = [int(text) if text.isdecimal() else text for text in values]
-            flags[word] = numbers[0] if len(numbers) == 1 else numbers
-    kind = kind_of(str(flags["--wlb-packing"]))
-    if kind.slices and scenario.memory_gib is not None:
+def flags_of(settings: Mapping[str, Any]) -> Flags:
+    """How a command line says settings: what is off or not given has no flag."""
+    values = {name: _value(value) for name, value in settings.items()}
+    if window := settings.get("window_size"):  # two numbers, which Megatron reads as one word
+        values["window_size"] = ",".join(map(str, window))
+    return {flag_of(name): x for name, x in values.items() if x is not None and x is not False}
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    return list(value) if len(value) > 1 else value[0] if value else None
+
+
+def layout_settings(run: Run) -> dict[str, Any]:
+    """How the model is divided, and what is recomputed."""
+    p, shape = run.parallelism, run.shape
+    split = split_of(p.layers_of_stages(shape), p.vpp_size, shape.num_ahead)
+    return {
+        "tensor_model_parallel_size": p.tp_size,
+        "context_parallel_size": p.cp_size,
+        "pipeline_model_parallel_size": p.pp_size,
+        "expert_model_parallel_size": p.ep_size if shape.experts else None,
+        "expert_tensor_parallel_size": p.expert_tp_size if shape.experts else None,
+        "sequence_parallel": p.sequence_parallel,
+        "num_virtual_stages_per_pipeline_rank": (
+            p.vpp_size if p.vpp_size > 1 and not split.has_layout else None  # which has VPP in it
+        ),
+        **asdict(split),
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": run.execution.overlap_grad_reduce,
+        **recompute_settings(run.recompute),
+    }
+
+
+def recompute_settings(recompute: Recompute) -> dict[str, Any]:
+    return {f"recompute_{name}": value for name, value in asdict(recompute).items()}
+
+
+def balance_settings(run: Run, setting: PackingSettings, config: WlbConfig) -> dict[str, Any]:
+    """The packing, and what ``config`` says of sharding, slices' memory, and the machine."""
+    found = setting.configured()
+    if config.wlb_long_documents != "split":
+        found["wlb_long_documents"] = config.wlb_long_documents
+    if setting.kind.slices and run.memory_gib is not None:
         # Or training would choose them by time alone.
-        flags["--wlb-memory-gib"] = int(10 * scenario.memory_gib) / 10
-    if scenario.execution.host_gib and kind.slices:
-        flags["--wlb-host-gib"] = scenario.execution.host_gib
-    if scenario.parallelism.cp_size > 1:
-        flags["--wlb-cp-sharding"] = sharding
-    flags["--wlb-hardware"] = hardware
-    return flags
+        found["wlb_memory_gib"] = int(10 * run.memory_gib) / 10
+    if setting.kind.slices:
+        found["wlb_host_gib"] = run.execution.host_gib or None
+    if run.parallelism.cp_size > 1:
+        found["wlb_cp_sharding"] = config.wlb_cp_sharding
+    return found | {"wlb_hardware": config.wlb_hardware}
 
 
 def to_add(flags: Flags) -> str:

@@ -35,9 +35,8 @@ from megatron_wlb.runtime.device_clock import Clock
 from megatron_wlb.runtime.measuring.attention_rates import measure_attention
 from megatron_wlb.runtime.measuring.hardware_file import base_of, hardware_content
 from megatron_wlb.runtime.measuring.rates import machine_name, measure_rates
-from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.config import Config
-from megatron_wlb.study.write_recipe import model_flags
+from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.study.write_recipe import model_settings
 
 if TYPE_CHECKING:
     from megatron_wlb.runtime.gpt.build import Model
@@ -242,21 +241,18 @@ def _machines(
 def _config(shape: ModelShape, window: int, device: str, kernel: str) -> Config:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    flags: dict[str, Any] = {
-        **model_flags(shape),
-        "--kv-channels": shape.kv_channels,
-        "--seq-length": window,
-        "--max-position-embeddings": shape.learned_positions or window,
-        "--global-batch-size": 1,
-        "--bf16": device == "cuda",
-        "--wlb-attention-kernel": kernel,
-        "--transformer-impl": (
+    settings = model_settings(shape) | {
+        "kv_channels": shape.kv_channels,
+        "seq_length": window,
+        "max_position_embeddings": shape.learned_positions or window,
+        "global_batch_size": 1,
+        "bf16": device == "cuda",
+        "wlb_attention_kernel": kernel,
+        "transformer_impl": (
             "transformer_engine" if device == "cuda" and gpt_layer_specs.HAVE_TE else "local"
         ),
     }
-    given = {flag: value for flag, value in flags.items() if value is not False}
-    words = [[flag] if value is True else [flag, str(value)] for flag, value in given.items()]
-    return parse([word for words_of_flag in words for word in words_of_flag])
+    return from_flat(settings)
 
 
 class _Watch:

@@ -37,7 +37,7 @@ import numpy as np
 from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
-from megatron_wlb.cli import inputs, output
+from megatron_wlb.cli import inputs, model, output
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts
@@ -330,8 +330,8 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="of Megatron-LM, branch main or dev")
     inputs.add_model(parser, required=True)
     inputs.add_layout(parser)
-    parser.set_defaults(prefixes=[], lengths=None, seed=None)
-    flag(parser, "--window TOKENS", "of a document at most", 131_072)
+    parser.set_defaults(prefixes=[], lengths=None)
+    model.settings(parser, "seq_length")
     flag(parser, "--max-windows X", "S_max of wlb and hold, in windows")
     add_distribution(parser)
     add_seeds(parser)

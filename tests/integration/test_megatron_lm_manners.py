@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
     "tau": (
         {"wlb_hold_tau": 0},
         ConfigError.exit_code,
-        ["--wlb-hold-tau is 0.0", "it must be in [1, inf)"],
+        ["--wlb-hold-tau is 0.0", "give a number in [1, inf)"],
     ),
     "kernel": (
         {"wlb_attention_kernel": "flash-attn-2"},

@@ -213,15 +213,21 @@ class PackingSettings:
         values |= {"max_tokens": max_tokens, "shaped": config.wlb_shape == "on"}
         return cls(**values)
 
+    def configured(self) -> dict[str, Any]:
+        """The settings that pack so: :meth:`of_config` reads them again."""
+        found: dict[str, Any] = {"wlb_packing": self.name}
+        for f in fields(self)[1:]:
+            value = getattr(self, f.name)
+            if reads(self.name, f.name, self.micro_batches) and value != f.default:
+                found[_configured(f.name)] = "on" if value is True else value
+        return found
+
     def flags(self) -> list[str]:
-        """Lists what the training command needs to pack so: :meth:`of_config` reads it again."""
-        words = [flag_of(_configured("name")), self.name]
-        defaults = {f.name: f.default for f in fields(self)}
-        for name in [*defaults][1:]:
-            value = getattr(self, name)
-            if reads(self.name, name, self.micro_batches) and value != defaults[name]:
-                values = value if isinstance(value, tuple) else (value,)
-                words += [flag_of(_configured(name)), *map(_word, values)]
+        """Lists what the training command needs to pack so."""
+        words = []
+        for name, value in self.configured().items():
+            values = value if isinstance(value, tuple) else (value,)
+            words += [flag_of(name), *map(_word, values)]
         return words
 
     @property
@@ -301,6 +307,4 @@ def _configured(name: str) -> str:
 
 
 def _word(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
     return f"{value:.15g}" if isinstance(value, float) else str(value)

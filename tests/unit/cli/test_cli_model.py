@@ -11,7 +11,8 @@ from helpers.index import write_index
 from megatron_wlb.cli.model import read_model
 from megatron_wlb.cost.model_file import load_model, model_names
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.study.write_recipe import check_model
+from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.planning.from_words import settings_of_script
 
 TRAINING = {
     "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 2048,
@@ -60,12 +61,14 @@ def test_flags_of_a_named_model_make_it(name: str) -> None:
     flags = {flag: x for told in model.flags.values() for flag, x in told.items()}
     assert flags["--position-embedding-type"] == "rope"
     assert flags["--vocab-size"] == model.shape.vocab_size
-    check_model(flags | model.batch_flags(8), model.shape)
+    words = [str(word) for flag, x in flags.items() for word in (flag, x) if word is not True]
+    config = settings_of_script([*words, "--bf16"])
+    assert model_shape(config, model.shape.vocab_size) == model.shape
 
 
 @pytest.mark.parametrize("model", ["training.yaml", "recipe.yaml"])
 def test_settings_give_window_and_batch_to_every_command(model: str, wlb) -> None:
-    assert {"--seq-length", "--global-batch-size"} <= read_model(model).written
+    assert {"seq_length", "global_batch_size"} <= set(read_model(model).written)
     for command in ("pack", "simulate"):
         assert "window 2,048" in wlb(command, "corpus --model", model, COMMANDS[command]).out
 
@@ -82,7 +85,7 @@ def test_settings_give_window_and_batch_to_every_command(model: str, wlb) -> Non
 )
 def test_settings_that_cannot_be_are_refused_before_they_are_used(setting) -> None:
     Path("odd.yaml").write_text(yaml.safe_dump(TRAINING | setting))
-    with pytest.raises(ConfigError, match=f"--{next(iter(setting))} is .*; it must be at"):
+    with pytest.raises(ConfigError, match=f"--{next(iter(setting))} is .*; give at"):
         read_model("odd.yaml")
 
 
@@ -110,16 +113,14 @@ def test_numbers_beside_fp8_have_16_bits(given: str) -> None:
     assert layer.precisions.matrix.weight_bytes == 4
 
 
-def test_batches_that_grow_by_a_schedule_are_those_of_its_end() -> None:
+def test_batches_that_grow_by_a_schedule_are_those_of_its_end(wlb) -> None:
     path = Path("grows.yaml")
     given = {**RECIPE["MODEL_ARGS"], "--step-batch-size-schedule": "0:8 1M:16"}
     del given["--global-batch-size"]
     path.write_text(yaml.safe_dump({"MODEL_ARGS": given}))
-    model = read_model(str(path))
-    assert model.num_micro_batches(1) == 16
-    assert model.num_micro_batches(2) == 8
-    with pytest.raises(ConfigError, match=r"--step-batch-size-schedule of --model .* batch of 16"):
-        model.num_micro_batches(3)
+    assert read_model(str(path)).num_micro_batches == 16
+    error = wlb.refusal(f"pack corpus --model {path} --micro-batch-size 3")
+    assert "--step-batch-size-schedule of --model leads to a batch of 16" in error
 
 
 def test_slices_are_tried_with_delayed_scaling(wlb) -> None:
@@ -129,3 +130,17 @@ def test_slices_are_tried_with_delayed_scaling(wlb) -> None:
     for command in ("pack", "tune", "simulate"):
         assert '"slim' in wlb(command, words, "--steps 2 --json").out, command
     wlb(f"plan {words} --packing slim --pp-size 2 --num-devices 2 --steps 1 --refine 1")
+
+
+def test_flags_of_megatron_and_short_ones_are_the_same(wlb) -> None:
+    short = "--window 1024 --tp-size 2 --num-micro-batches 4 --max-age 1 --hardware a100"
+    long = "--seq-length 1024 --tensor-model-parallel-size 2 --global-batch-size 4 --wlb-max-age 1 "
+    one, other, plain = (
+        wlb.json("pack corpus --model training.yaml --steps 2 --packing hold", words)
+        for words in (short, f"{long} --wlb-hardware a100", "")
+    )
+    for found in (one, other):
+        for row in found["rows"]:
+            row.pop("ms_per_step")
+    assert one == other and one["layout"]["tp_size"] == 2
+    assert one["frame"]["hardware"] == "a100" and plain["frame"]["hardware"] == "h100-sxm"

@@ -140,8 +140,7 @@ def test_command_and_recipe_make_the_model_that_was_planned(model: dict[str, Any
         built = settings_of_script(words)
         assert model_shape(built, built.data.vocab_size or 0) == planned.shape
         assert built.data.seq_length == 4096 and built.training.bf16
-        told = planned.config.flat().items() if planned.sizes is None else ()
-        for name, value in told:
+        for name, value in planned.config.flat().items():
             counts = planned.shape.experts or not name.startswith("moe_")
             if value is None or not counts or table()[name].searched or table()[name].layout:
                 continue

@@ -19,7 +19,8 @@ from megatron_wlb.cost.table import check_model, model_identity
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.study.write_recipe import model_flags
+from megatron_wlb.settings.config import from_flat
+from megatron_wlb.study.write_recipe import model_settings
 
 FLAGS = (
     "--num-layers 3 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --swiglu "
@@ -59,9 +60,7 @@ def test_ranks_exchange_latents_and_project_all_of_them() -> None:
 
 
 def test_recipe_and_file_give_the_same_model_again(tmp_path: Path) -> None:
-    flags = [word for f, x in model_flags(LOW).items() for word in ([f] if x is True else [f, x])]
-    found = model_shape(parse([*map(str, flags)]), 1024)
-    assert found == dataclasses.replace(LOW, dropout=found.dropout)
+    assert model_shape(from_flat(model_settings(LOW)), 1024) == LOW
     sizes = "kv_lora_rank: 64, qk_head_dim: 32, qk_pos_emb_head_dim: 16, v_head_dim: 28"
     text = "{hidden_size: 512, ffn_hidden_size: 1024, num_layers: 3, num_attention_heads: 8, "
     text += "num_query_groups: 8, kv_channels: 48, vocab_size: 1024, gated: true, "

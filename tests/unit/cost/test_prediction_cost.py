@@ -12,9 +12,8 @@ from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.split import flags_of
+from megatron_wlb.settings.split import split_of
 from megatron_wlb.study.stages import balanced_layers
-from megatron_wlb.study.write_recipe import model_flags
 
 FLAGS = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1536 --swiglu "
@@ -48,9 +47,7 @@ def test_prediction_adds_up_gradients_of_its_embedding() -> None:
 
 
 def test_prediction_is_in_flags_that_are_written() -> None:
-    assert model_flags(TWO)["--mtp-num-layers"] == 2
-    assert "--mtp-num-layers" not in model_flags(PLAIN)
-    layers = flags_of([4, 3, 0, 1], 2, num_ahead=2)["--pipeline-model-parallel-layout"]
+    layers = split_of([4, 3, 0, 1], 2, num_ahead=2).pipeline_model_parallel_layout
     assert layers == "Et*4|t*3||tmmL"
     flags = f"{FLAGS} --mtp-num-layers 2 --pipeline-model-parallel-size 2"
     config = parse([*flags.split(), "--pipeline-model-parallel-layout", str(layers)])

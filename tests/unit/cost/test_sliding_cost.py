@@ -19,7 +19,6 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.study.write_recipe import model_flags
 
 PLAIN = model_shape(parse(["--num-layers", "4", "--hidden-size", "512"]), 1024)
 EVERY = dataclasses.replace(PLAIN, reach_tokens=300)
@@ -153,8 +152,3 @@ def test_measured_table_is_of_one_window() -> None:
     check_model(cost.model, EVERY)
     with pytest.raises(ConfigError, match="reach_tokens 300, but this one has None"):
         check_model(cost.model, PLAIN)
-
-
-def test_recipe_of_a_model_has_its_window() -> None:
-    assert model_flags(EVERY)["--window-size"] == "299,0"
-    assert "--window-size" not in model_flags(PLAIN)

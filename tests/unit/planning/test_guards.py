@@ -53,7 +53,6 @@ SETTINGS = """
 1 --train-iters 30 --lr-warmup-iters 30
 1 --optimizer sgd --use-distributed-optimizer
 1 --overlap-param-gather --overlap-grad-reduce
-1 --seq-length 1
 1 --seq-length 512 --wlb-max-tokens 511
 1 --seq-length 512 --micro-batch-size 2 --wlb-max-tokens 1023
 1 --wlb-packing wlb --wlb-queue-thresholds 200 100
@@ -131,8 +130,8 @@ LINES = {
     (2, f"{PP2_VPP2} --global-batch-size 7"):
         "7 micro-batches a rank leave 1 after groups of 2, but the remainder must be 0 or at least "
         "PP 2; change --global-batch-size",
-    (1, "--rotary-percent 1.5"): "--rotary-percent is 1.5; it must be in (0, 1]",
-    (1, "--num-layers 0"): "--num-layers is 0; it must be at least 1",
+    (1, "--rotary-percent 1.5"): "--rotary-percent is 1.5; give a number in (0, 1]",
+    (1, "--num-layers 0"): "--num-layers is 0; give at least 1",
 }  # fmt: skip
 """Golden lines, of each kind."""
 

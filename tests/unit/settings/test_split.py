@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
 import pytest
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.settings.split import PipelineSplit, flags_of, title
+from megatron_wlb.settings.split import PipelineSplit, split_of, title
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = (
@@ -122,20 +123,17 @@ def test_flags_of_stages_make_these_stages_in_megatron() -> None:
         (1, (8, 9, 8, 7)), (1, (0, 3, 3, 2)), (1, (3, 3, 3, 0)), (2, (1, 2, 2, 1)),
         (2, (2, 2, 2, 1)), (3, (1, 0, 4, 3, 2, 0)), (1, (6, 2, 6)), (1, (5,)), (1, (12, 0)),
     ):  # fmt: skip
-        flags = flags_of(stages, vpp_size)
-        names = {flag[2:].replace("-", "_"): value for flag, value in flags.items()}
+        split = asdict(split_of(stages, vpp_size))
+        names = {name: value for name, value in split.items() if value}
         pp_size = len(stages) // vpp_size
         # A layout has VPP in it; Megatron-LM takes only one of the two.
         vpp = None if vpp_size == 1 or LAYOUT in names else vpp_size
         assert by_megatron(names, sum(stages), pp_size, vpp) == stages
         assert ours(names, sum(stages), pp_size, vpp) == stages
-    assert flags_of((9, 9, 9, 5), 1) == {"--decoder-last-pipeline-num-layers": 5}
-    assert flags_of((1, 4, 4, 3), 1) == {
-        "--decoder-first-pipeline-num-layers": 1, "--decoder-last-pipeline-num-layers": 3
-    }  # fmt: skip
-    assert flags_of((3, 4, 4, 2), 2) == {
-        "--pipeline-model-parallel-layout": "Et*3|t*4|t*4|ttL"
-    }  # fmt: skip
+    assert split_of((9, 9, 9, 5), 1).ends == (None, 5)
+    assert split_of((1, 4, 4, 3), 1).ends == (1, 3)
+    layout = "Et*3|t*4|t*4|ttL"
+    assert split_of((3, 4, 4, 2), 2) == PipelineSplit(pipeline_model_parallel_layout=layout)
     assert title((9, 9, 9, 5)) == "9*3|5"
 
 

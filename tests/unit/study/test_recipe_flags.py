@@ -18,6 +18,7 @@ from megatron_wlb.planning.layer_patterns import with_windows
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import WlbConfig
 from megatron_wlb.settings.megatron import ModelConfig
 from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.study import write_recipe as recipe
@@ -38,11 +39,13 @@ SOME_SLIDE = with_windows(
 
 def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Flags]:
     variant = PackingSettings.parse(text, scenario.window, 3 * scenario.window // 2)
+    batch = {"seq_length": scenario.window, "global_batch_size": scenario.num_micro_batches}
+    told = WlbConfig(wlb_cp_sharding="hybrid", wlb_hardware="h200")
     return {
-        "Model": recipe.model_flags(shape),
-        "Layout": recipe.layout_flags(scenario),
-        "Batch": recipe.batch_flags(scenario.window, scenario.num_micro_batches),
-        "Workload balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "h200"),
+        "Model": recipe.flags_of(recipe.model_settings(shape)),
+        "Layout": recipe.flags_of(recipe.layout_settings(scenario)),
+        "Batch": recipe.flags_of(batch | {"bf16": True}),
+        "Workload balance": recipe.flags_of(recipe.balance_settings(scenario, variant, told)),
     }
 
 
@@ -105,7 +108,6 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
     assert planning.parallelism(config, layout.dp_size) == layout
     assert planning.recompute(config) == recompute
     assert config.training.bf16 and config.parallel.use_distributed_optimizer
-    assert flags["--max-position-embeddings"] == 4096  # Megatron asks for it with any positions
     assert config.data.seq_length == 4096 and config.training.global_batch_size == 8
     wlb = config.wlb
     assert wlb.wlb_packing == packing.partition(":")[0]
@@ -145,11 +147,12 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
         padded_vocabulary(shape, 8), Execution(layout), load_hardware("h100-sxm"), 4096, 8
     )
     variant = PackingSettings.parse("wlb:3", 4096, 6144)
-    uneven = replace(layout, stage_layers=(9, 8, 10, 5))
+    uneven = scenario.executed(parallelism=replace(layout, stage_layers=(9, 8, 10, 5)))
+    told = WlbConfig(wlb_hardware="my machine.yaml")
     parts = {
-        "Model": recipe.model_flags(SOME_SLIDE),
-        "Layout": recipe.layout_flags(scenario.executed(parallelism=uneven)),
-        "Balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "my machine.yaml"),
+        "Model": recipe.flags_of(recipe.model_settings(SOME_SLIDE)),
+        "Layout": recipe.flags_of(recipe.layout_settings(uneven)),
+        "Balance": recipe.flags_of(recipe.balance_settings(scenario, variant, told)),
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.recipe(parts, 32, 8, ""))
@@ -165,15 +168,6 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
 
 
 def test_model_that_no_flags_make_is_refused() -> None:
-    flags = recipe.model_flags(ODD)
-    recipe.check_model(flags, ODD)
     unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
     with pytest.raises(ConfigError, match="cannot describe layers of this model"):
-        recipe.check_model(flags, unlike)
-
-
-def test_even_stages_are_no_flag() -> None:
-    even = Run(
-        ODD, Execution(Parallelism(pp_size=2, stage_layers=(6, 6))), load_hardware("h200"), 4096, 8
-    )
-    assert recipe.layout_flags(even)["--pipeline-model-parallel-size"] == 2
+        recipe.model_settings(unlike)
