@@ -219,6 +219,13 @@ class ParallelConfig:
         "'Et*3|(t*4|)*2t*3L'",
         layout=True,
     )
+    hybrid_layer_pattern: str | None = setting(
+        None,
+        "a HybridModel: a symbol a layer, of attention *, multi-latent attention +, MLP -, experts "
+        "E; | between stages; / before each depth that predicts further ahead, as in "
+        "'*-*E|*E*E/*E'",
+        layout=True,
+    )
     context_parallel_size: int = devices(
         1, "CP: ranks over which each micro-batch's tokens are divided", layout=True
     )

@@ -89,6 +89,15 @@ FEATURES: dict[str, Feature] = {
     "latents-slices": Feature(SLICES | LATENT),
     "own-loss-slices": Feature(SLICES | {"wlb_loss": "mine.py", "wlb_max_step_tokens": 0}),
     "six-layers-slices": Feature(SLICES | {"num_layers": 6}),
+    "hybrid-slices": Feature(SLICES | {"hybrid_layer_pattern": "*-**-*-"}),
+    "hybrid-experts": Feature(
+        EXPERTS | {"hybrid_layer_pattern": "*E*-E/*E", "untie_embeddings_and_output_weights": True},
+        (*BALANCE, "mtp_1 loss"),
+        set_weights,
+    ),
+    "hybrid-latents-slices": Feature(
+        SLICES | LATENT | {"hybrid_layer_pattern": "+-++-", "qk_layernorm": None}
+    ),
 }
 UP_PROJECTED: Flags = {
     "recompute_granularity": "selective", "recompute_modules": "mla_up_proj",
@@ -96,6 +105,12 @@ UP_PROJECTED: Flags = {
 PP4: Flags = {"pipeline_model_parallel_size": 4}
 EP2: Flags = {"expert_model_parallel_size": 2}
 SELECTIVE: Flags = {"recompute_granularity": "selective"}
+
+
+def cut(pattern: str) -> Flags:
+    return {"hybrid_layer_pattern": pattern}
+
+
 TIGHT: Flags = {"wlb_memory_gib": 0.002}
 """Less than some steps need, unless they recompute, or send activations to the host."""
 HOSTED: Flags = TIGHT | {"wlb_host_gib": 1}
@@ -159,6 +174,17 @@ CASES = [
     further("six-layers-slices", 4, PP2 | {"decoder_last_pipeline_num_layers": 2}),
     further("experts-slices", 4,
             EP2 | PP2 | TP2_SP | {"expert_tensor_parallel_size": 1} | RECOMPUTED),
+    # A GPT's checkpoint goes on in a HybridModel.
+    ("hold", 2, PP2 | cut("*-*|-*-*-")),
+    ("hybrid-slices", 2, PP2 | cut("*-|**|-*|-") | TIGHT),
+    further("hybrid-slices", 2, PP2 | cut("*-|**|-*|-") | HOSTED),
+    further("hybrid-slices", 2, CP2 | RECOMPUTED),
+    further("hybrid-slices", 2, TP2_SP),
+    further("hybrid-slices", 2, DP2),
+    ("hybrid-experts", 4, EP2 | PP2 | cut("*E*|-E/*E")),
+    further("hybrid-experts", 2, CP2 | RECOMPUTED),
+    further("hybrid-latents-slices", 2, PP2 | cut("+-|++-")),
+    further("hybrid-latents-slices", 2, CP2),
 ]  # fmt: skip
 
 

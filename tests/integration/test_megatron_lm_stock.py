@@ -81,6 +81,22 @@ CASES: dict[str, Flags] = {
     "sliding": {"window_size": "7,0", "window_attn_skip_freq": 2},
     "mup": LLAMA | {"use_mup": True},
     "ramp": RAMP,
+    "hybrid": {"hybrid_layer_pattern": "*-*-"},
+    "hybrid-prediction": LLAMA | {"hybrid_layer_pattern": "*-*-/*-/*-"},
+    "hybrid-latent": LLAMA_LATENT
+    | {
+        "rope_type": "rope",
+        "hybrid_layer_pattern": "+-+-",
+        "qk_layernorm": None,
+        "init_method_std": 0.2,
+    },
+    "hybrid-experts": balanced("seq_aux_loss") | {"hybrid_layer_pattern": "*E*-E"},
+    "hybrid-sliding": PP2
+    | {
+        "hybrid_layer_pattern": "*-*|-*-",
+        "window_size": "7,0",
+        "window_attn_skip_freq": 2,
+    },
     "uneven": PP2 | {"num_layers": 3, "decoder_first_pipeline_num_layers": 1},
 }
 FIGURES = {

@@ -48,9 +48,10 @@ from megatron_wlb.runtime.gpt.attention.head_start import least_bytes
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
+from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
-from megatron_wlb.runtime.gpt.prediction import complete_layers, layers_of
+from megatron_wlb.runtime.gpt.prediction import complete_layers
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.megatron import ModelConfig
@@ -278,10 +279,12 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     return spec
 
 
-def require_document_attention(gpt: GPTModel) -> None:
-    """Raises :class:`CompatibilityError` where Megatron built another core attention than ours."""
-    for layer in layers_of(gpt):
-        installed = type(layer.self_attention.core_attention)
+def require_document_attention(gpt: Any) -> None:
+    """Raises :class:`CompatibilityError` where Megatron built another core attention than ours, or
+    a layer that mixes tokens without attention.
+    """
+    for attention in attentions_of(gpt):
+        installed = type(attention.core_attention)
         if installed is not DocumentAttention:
             raise CompatibilityError(
                 f"Megatron built {installed.__name__} where DocumentAttention was specified; this "
@@ -298,7 +301,7 @@ def require_layers(config: Config, model: Model) -> None:
     planned = list(stages[model.groups.pp.rank() :: model.groups.pp.size()])
     built = [len(gpt.decoder.layers) for gpt in model.gpts]
     ends = [gpt.post_process * (config.model.mtp_num_layers or 0) for gpt in model.gpts]
-    further = [len(layers_of(gpt)) - len(gpt.decoder.layers) for gpt in model.gpts]
+    further = [len(depths_of(gpt)) for gpt in model.gpts]
     if further != ends:
         raise CompatibilityError(
             f"Megatron built model chunks of {further} layers that predict further ahead on "
