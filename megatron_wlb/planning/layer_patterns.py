@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from megatron_wlb.cost.layers import Layer, Part
 from megatron_wlb.cost.model_file import layers_with_experts
-from megatron_wlb.cost.parts import Experts
+from megatron_wlb.cost.parts import Experts, GatedDelta
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_TOKENS, read_pattern, shown
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.megatron import ModelConfig
-from megatron_wlb.settings.pattern import EXPERTS, MLP, HybridPattern
+from megatron_wlb.settings.pattern import DELTA, EXPERTS, MLP, HybridPattern
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -96,6 +96,8 @@ def with_pattern(shape: ModelShape, model: ModelConfig, pattern: HybridPattern) 
         if sign == EXPERTS:
             assert model.num_experts is not None, "a rule refuses layers of no experts"
             return _experts(shape, model, model.num_experts)
+        if sign == DELTA:
+            return GatedDelta(*(getattr(model, f.name) for f in dataclasses.fields(GatedDelta)))
         return dense if sign == MLP else attention
 
     every = zip(pattern.layers, windowed_layers(model), strict=True)

@@ -23,7 +23,7 @@ from megatron_wlb.settings.megatron import (
     TrainingConfig,
 )
 from megatron_wlb.settings.packings import ASKED
-from megatron_wlb.settings.pattern import LATENT, HybridPattern
+from megatron_wlb.settings.pattern import DELTA, LATENT, HybridPattern
 from megatron_wlb.settings.setting import (
     SAME,
     Setting,
@@ -303,11 +303,13 @@ class Config:
     @property
     def merges(self) -> bool:
         """Whether several data-parallel replicas may run a document together. Not where ranks that
-        do cannot share it: latents with sliding windows, or projected again in FP8.
+        do cannot share it: latents with sliding windows, or projected again in FP8, and states of
+        a document, whose heads the replicas' ranks do not divide.
         """
         m, t = self.model, self.training
         latents = m.multi_latent_attention and (m.window_size or t.fp8_format is not None)
-        return self.wlb.wlb_dp_merge == "auto" and not latents
+        states = DELTA in (self.parallel.hybrid_layer_pattern or "")
+        return self.wlb.wlb_dp_merge == "auto" and not latents and not states
 
     def flat(self) -> dict[str, Any]:
         """Settings by name, JSON-able: what is saved with a run."""

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from megatron_wlb.errors import ConfigError
 
 FLAG = "--hybrid-layer-pattern"
-ATTENTION, LATENT, MLP, EXPERTS = "*", "+", "-", "E"
+ATTENTION, LATENT, DELTA, MLP, EXPERTS = "*", "+", "G", "-", "E"
 LAYERS = {
     ATTENTION: "attention",
     LATENT: "multi-latent attention",
+    DELTA: "gated delta net",
     MLP: "MLP",
     EXPERTS: "experts",
 }
 """Symbols of layers, and what they stand for."""
 OTHERS = {
     "M": "Mamba-2 mixes documents that run together",
-    "G": "a gated delta net mixes documents that run together",
     "D": "sparse attention chooses keys of the whole sequence",
 }
 """Megatron's other symbols, and why such layers cannot run."""

@@ -133,6 +133,15 @@ EXPERTS: Flags = {
     "disable_bias_linear": True,
 }
 
+DELTA: Flags = {
+    "swiglu": True,  # its SiLU is that of gated delta nets too
+    "disable_bias_linear": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
 FOCAL = """
 import torch
 

@@ -18,6 +18,7 @@ from helpers.layouts import further
 from helpers.whole_windows import two_corpora
 from megatron_lm_runs import (
     BOTH,
+    DELTA,
     LLAMA,
     LLAMA_EXPERTS,
     LLAMA_LATENT,
@@ -97,6 +98,7 @@ CASES: dict[str, Flags] = {
         "window_size": "7,0",
         "window_attn_skip_freq": 2,
     },
+    "hybrid-delta": DELTA | {"hybrid_layer_pattern": "G-*-G-", "lr": 1e-4},
     "uneven": PP2 | {"num_layers": 3, "decoder_first_pipeline_num_layers": 1},
 }
 FIGURES = {

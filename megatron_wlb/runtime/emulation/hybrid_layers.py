@@ -55,6 +55,15 @@ def _local(stack: Any) -> Any:
             mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
         ),
     }
+    delta = _with(
+        stack.gdn_layer.submodules.self_attention,
+        in_proj=ColumnParallelLinear,
+        out_norm=WrappedTorchNorm,
+        out_proj=RowParallelLinear,
+    )
+    made["gdn_layer"] = _with(
+        stack.gdn_layer, input_layernorm=WrappedTorchNorm, self_attention=delta
+    )
     if hasattr(stack, "mla_layer"):  # from 0.19 on
         columns = "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"
         made["mla_layer"] = _with(

@@ -20,6 +20,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import Float16Module
@@ -48,6 +49,7 @@ from megatron_wlb.runtime.gpt.attention.head_start import least_bytes
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
+from megatron_wlb.runtime.gpt.gated_delta import DocumentGatedDeltaNet
 from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
@@ -270,10 +272,13 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     if module is MLASelfAttention:  # which takes a spec, or a class, of its core
         attention.module = DocumentLatentAttention
         core = ModuleSpec(DocumentAttention, params={"options": options})
+    elif module is GatedDeltaNet:
+        attention.module = DocumentGatedDeltaNet
+        return spec
     elif module is not SelfAttention:
         raise CompatibilityError(
-            f"the layer's attention is {getattr(module, '__name__', module)}; attention to packed "
-            "documents takes the place of the core of Megatron's SelfAttention or MLASelfAttention"
+            f"the layer's attention is {getattr(module, '__name__', module)}, which cannot be told "
+            "of documents; use SelfAttention, MLASelfAttention or GatedDeltaNet"
         )
     attention.submodules.core_attention = core
     return spec

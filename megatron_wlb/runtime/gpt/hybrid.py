@@ -16,13 +16,13 @@ from megatron_wlb.errors import CompatibilityError
 
 MODELS = GPTModel, HybridModel
 """Megatron's models that run plans."""
-_OF_ATTENTION = "attention_layer", "mla_layer"
-"""Specs of a stack's layers that have attention to documents; a version may lack the second."""
+_MIX = "attention_layer", "mla_layer", "gdn_layer"
+"""Specs of a stack's layers that mix the tokens of a document; a version may lack the second."""
 
 
-def of_attention(stack: Any) -> dict[str, Any]:
-    """The specs of a stack's layers of attention, by name."""
-    named = ((name, getattr(stack, name, None)) for name in _OF_ATTENTION)
+def that_mix(stack: Any) -> dict[str, Any]:
+    """The specs of a stack's layers that mix tokens, by name."""
+    named = ((name, getattr(stack, name, None)) for name in _MIX)
     return {name: copy.deepcopy(spec) for name, spec in named if isinstance(spec, ModuleSpec)}
 
 
@@ -56,6 +56,8 @@ def attentions_of(gpt: Any) -> list[Any]:
         mixer = getattr(layer, "self_attention", None)
         if has_attention(layer):
             found.append(mixer)
+        elif getattr(mixer, "by_document", False):
+            continue
         elif not (isinstance(layer, TransformerLayer) and isinstance(mixer, IdentityOp)):
             kind = type(layer if mixer is None else mixer).__name__
             raise CompatibilityError(
@@ -63,6 +65,12 @@ def attentions_of(gpt: Any) -> list[Any]:
                 "together; leave out such layers, or the --wlb flags"
             )
     return found
+
+
+def has_states(gpt: Any) -> bool:
+    """Whether any layer of a chunk carries a state through documents."""
+    mixers = (getattr(layer, "self_attention", None) for layer in layers_of(gpt))
+    return any(getattr(mixer, "by_document", False) for mixer in mixers)
 
 
 def has_attention(layer: Any) -> bool:

@@ -32,7 +32,7 @@ from megatron_wlb.runtime.gpt.build import (
     require_document_attention,
     with_document_attention,
 )
-from megatron_wlb.runtime.gpt.hybrid import MODELS, of_attention, with_layers
+from megatron_wlb.runtime.gpt.hybrid import MODELS, that_mix, with_layers
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
 from megatron_wlb.runtime.gpt.prediction import complete_layers
@@ -99,9 +99,9 @@ def packed(spec: Any, options: AttentionOptions) -> Any:
         return dataclasses.replace(spec, layer_specs=layers)
     stack = getattr(spec, "submodules", None)
     if isinstance(stack, HybridStackSubmodules):
-        layers_of = of_attention(stack).items()
+        layers = that_mix(stack).items()
         return with_layers(
-            spec, {name: with_document_attention(of, options) for name, of in layers_of}
+            spec, {name: with_document_attention(of, options) for name, of in layers}
         )
     return with_document_attention(copy.deepcopy(spec), options)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning.packing.settings import kind_in
-from megatron_wlb.planning.refusal import Refusal, below, failing, given, lines, other_than
+from megatron_wlb.planning.refusal import Refusal, below, given, lines, other_than
 from megatron_wlb.runtime.saving.newest import newest_step
 from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.settings.command_line import megatron_flags
-from megatron_wlb.settings.pattern import HybridPattern
+from megatron_wlb.settings.pattern import OTHERS
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,10 @@ def _loads_newer_state(a: Given, step: Any) -> bool:
     return is_store(a.load) or newest_step(a.load) != step
 
 
+def _other_layers(_: Given, pattern: str | None) -> str:
+    return "; ".join(reason for sign, reason in OTHERS.items() if sign in (pattern or ""))
+
+
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
 
 
@@ -215,7 +219,8 @@ REFUSALS: tuple[Refusal[Given], ...] = (
     Refusal("--mla-down-proj-fusion", given, "attention runs Megatron's separate down projections"),
     Refusal("--hybrid-override-pattern", given, "its name is another today",
         "use --hybrid-layer-pattern"),
-    failing(lambda a: a.hybrid_layer_pattern and HybridPattern.of(a.hybrid_layer_pattern)),
+    Refusal("--hybrid-layer-pattern", _other_layers, "{found}",
+        "leave out the --wlb flags for such a model"),
     Refusal("--enable-mhc-connections", given, _OTHER_LAYERS),
     Refusal("--heterogeneous-layers-config-path", given, _OTHER_LAYERS),
     Refusal("--experimental-attention-variant", given, _OTHER_LAYERS),
