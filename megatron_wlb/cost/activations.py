@@ -25,7 +25,6 @@ from dataclasses import replace
 
 from megatron_wlb.cost.blocks import Blocks
 from megatron_wlb.cost.layers import Layer, Runs, slices
-from megatron_wlb.cost.parts.feed_forward import FeedForward
 from megatron_wlb.cost.tape import Operation, Tape, scaled, with_more
 from megatron_wlb.cost.workspace import FP32, INT64
 
@@ -98,7 +97,7 @@ class ActivationModel(Blocks):
         operations: list[Operation] = []
         for part in layer.parts:
             inner = part.operations(self)
-            if self.recompute.granularity == "mlp" and isinstance(part, FeedForward):
+            if self.recompute.granularity == "mlp" and part.is_mlp:
                 # The norm has its input; in backward its output exists again.
                 inner = [Operation("recomputed", backward=self.hidden, inner=tuple(inner))]
             operations += [self._layer_norm(), *inner, self._residual("output")]

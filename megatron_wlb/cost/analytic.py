@@ -36,7 +36,6 @@ from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
 from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
-from megatron_wlb.cost.parts.feed_forward import FeedForward
 from megatron_wlb.cost.shape import Stage
 from megatron_wlb.cost.slices import PrefixCosts
 from megatron_wlb.cost.workspace import FP32
@@ -112,6 +111,7 @@ class AnalyticModel(Executed):
         exchange_us, ordered_us = self._keys_us(layer)
         up_us = self._matrix_us(sum(part.up_weights for part in layer.parts), precisions.matrix)
         weights = shape.hidden_size * layer.matrix_numbers + layer.inner_weights
+        weights += layer.state_products
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
         # Experts without a shared one have no product that tensor parallelism divides.
@@ -283,7 +283,7 @@ class AnalyticModel(Executed):
         shape, p, precisions = self.shape, self.parallelism, self._precisions(layer)
         taken_us = 0.0
         for part in layer.parts:
-            if isinstance(part, FeedForward):
+            if part.is_mlp:
                 weights = shape.hidden_size * part.matrix_numbers
                 products = part.product_numbers(shape.hidden_size, p)
                 numbers = part.elementwise_numbers / p.tp_size

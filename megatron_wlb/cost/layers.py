@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MAX_SIZE, MOST_LAYERS, real_number, truth, whole_number
@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 
 
 def check_sizes(sizes: Any) -> None:
-    """Raises :class:`ConfigError` if a field is no size, share or flag that a model can have."""
+    """Raises :class:`ConfigError` if a field is no size, share or flag that a model can have.
+
+    Fields go by their types. A size may be 0 if that is its default.
+    """
     for f in fields(sizes):
         name, value = f.name, getattr(sizes, f.name)
         if f.type == "bool":
             truth(name, value)
         elif f.type == "float":
             real_number(name, value, 0, 1)
-        elif name == "reach_tokens":
+        elif f.type == "int | None":
             whole_number(name, 1 if value is None else value, 1, MAX_SIZE)
         elif f.type == "int":
-            least = 0 if name in ("learned_positions", "shared_hidden_size") else 1
+            least = 0 if f.default == 0 else 1
             whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MAX_SIZE)
 
 
@@ -91,6 +94,9 @@ class Part(ABC):
 
     __slots__ = ()
 
+    is_mlp: ClassVar[bool] = False
+    """Whether it is a dense MLP, which slices may compute once more in backward."""
+
     @property
     def query_size(self) -> int:
         """Numbers of a token's query, all heads: FLOPs of attention go by them."""
@@ -114,6 +120,13 @@ class Part(ABC):
     @property
     def inner_weights(self) -> int:
         """Weights that a token passes and that neither take nor give the hidden state."""
+        return 0
+
+    @property
+    def state_products(self) -> int:
+        """Numbers that a token is multiplied with and that are no weights: those of a document's
+        state.
+        """
         return 0
 
     @property
@@ -227,6 +240,11 @@ class Layer:
     def inner_weights(self) -> int:
         """Weights of its matrix products besides, which neither take nor give the hidden state."""
         return sum(part.inner_weights for part in self.parts)
+
+    @property
+    def state_products(self) -> int:
+        """Numbers of states that a token is multiplied with."""
+        return sum(part.state_products for part in self.parts)
 
     @property
     def query_size(self) -> int:

@@ -133,8 +133,8 @@ class ModelShape:
         """The same model with so many layers like its last one that predict further ahead."""
         return replace(self, predictors=((num, self.runs[-1][1]),) if num else ())
 
-    def with_experts(self, experts: Experts, layers: Sequence[bool]) -> ModelShape:
-        """The same model with experts in place of the dense MLP, in layers where that is said."""
+    def with_experts(self, experts: Part, layers: Sequence[bool]) -> ModelShape:
+        """The same model with experts, or another part, as the MLP where ``layers`` says so."""
         dense = (layer for num, layer in self.runs for _ in range(num))
         every = (
             replace(layer, parts=(*layer.parts[:-1], experts)) if has else layer
@@ -180,8 +180,11 @@ class ModelShape:
 
     @property
     def linear_flops(self) -> int:
-        """FLOPs of a token's forward: a multiplication and an addition a weight."""
-        return 2 * self.linear_parameters
+        """FLOPs of a token's forward: a multiplication and an addition a weight, or number of a
+        document's state.
+        """
+        states = sum(num * layer.state_products for num, layer in self.all_runs)
+        return 2 * (self.linear_parameters + states)
 
     def attention_flops(self, *lengths: int) -> int:
         """FLOPs of documents' forward: QKᵀ and PV over the causal half of ``length²`` pairs, less

@@ -27,7 +27,7 @@ from _quickstart.recording import Recording
 
 from helpers.index import write_index
 from helpers.long_soak import COST, RUNS, WEIGHTS
-from helpers.soak import Soak
+from helpers.soak import SOLVER, Soak
 from megatron_wlb.cost import DocumentCost, cost_from_dict, load_hardware, read_cost_file
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.cost.model_file import is_shape, load_model
@@ -52,6 +52,7 @@ from megatron_wlb.planning.planner import Planner
 from megatron_wlb.reading import parse_mapping, read_pattern
 from megatron_wlb.runtime.megatron_lm.metrics_file import MetricsFile
 from megatron_wlb.runtime.saving import checksums, lock, newest, state_file
+from megatron_wlb.settings import packings
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import launch_command, quoted, read_recipe
 from megatron_wlb.strategies.plan.strategy import Cluster, Strategy, read_strategies
@@ -229,7 +230,7 @@ def _audit(_: bytes) -> None:
         replay(history)
 
 
-PACKINGS = ("hold, ahead", "wlb", "slim", "original", "fixed-greedy")
+PACKINGS = ("hold, ahead", *(name for name in packings.PACKINGS if name not in ("hold", *SOLVER)))
 
 
 def _planner(packing: str, is_blend: bool = False) -> Planner:

@@ -24,6 +24,7 @@ from rank_runs import assert_refused, finish, losses, read_metrics
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CheckpointError, CorpusError
+from megatron_wlb.runtime.compat import hooks
 
 pytestmark = pytest.mark.launcher
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -36,7 +37,8 @@ WORDS = "the|a|of|sun|moon|runs|12|347|x;|(y),|well\n|/think|no?|yes!|def|f(x):|
 def conversation(random: np.random.RandomState, system: bool) -> list[dict[str, str]]:
     def text(mean: float) -> str:
         length = int(np.clip(random.lognormal(mean, 1), 1, 400))
-        return " ".join(random.choice(WORDS.split("|"), length)).strip() or "yes"
+        # It begins with a space, so that a turn has the same tokens alone: Megatron 0.20 asks that.
+        return " " + (" ".join(random.choice(WORDS.split("|"), length)).strip() or "yes")
 
     turns = [{"role": "system", "content": text(1)}] if system else []
     for _ in range(random.randint(1, 4)):
@@ -157,7 +159,7 @@ def test_tokens_and_masks_are_megatrons(
             assert trained[1:].tolist() == loss_mask[begin : end - 1].tolist()
             number, num_targets, begin = number + 1, num_targets + int(trained.sum()), end
     assert number == len(corpus.lengths) == 1020
-    trains_all = template in ("identity", "default")
+    trains_all = template in hooks.adapter().trains_prompts
     assert num_targets > 0 and (num_targets == corpus.lengths.sum()) == trains_all
 
 

@@ -190,7 +190,7 @@ CASES = [
     further("delta-slices", 2, CP2 | RECOMPUTED),
     further("delta-slices", 2, TP2_SP),
     further("delta-slices", 2, DP2),
-    further("delta-slices", 2, PP2 | cut("G-*|-GG-") | HOSTED),
+    further("delta-slices", 2, PP2 | cut("G-*|-GG-") | HOSTED | {"wlb_memory_gib": 0.0015}),
     ("hybrid-experts", 4, EP2 | PP2 | cut("*E*|-E/*E")),
     further("hybrid-experts", 2, CP2 | RECOMPUTED),
     further("hybrid-latents-slices", 2, PP2 | cut("+-|++-")),
@@ -274,6 +274,44 @@ def test_feature_is_another_run(name: str, alone: Alone) -> None:
     assert all(found.values()) and len(found) == NUM_STEPS
     if name != "numbers":  # which mean nothing to one process
         assert abs(found[NUM_STEPS] - without[NUM_STEPS]) > 1e-5 * without[NUM_STEPS]
+
+
+def hand_on_nothing() -> None:
+    from megatron_wlb.runtime.gpt import states
+
+    states.Scan.initial = lambda *_: None
+
+
+def hand_back_nothing() -> None:
+    from megatron_wlb.runtime.gpt import states
+
+    right = states._Take.backward
+    states._Take.backward = staticmethod(lambda ctx, grad: right(ctx, grad * 0))
+
+
+def scan_over_documents() -> None:
+    from megatron_wlb.runtime.gpt import states
+
+    right = states.ScannedDocuments.of
+    states.ScannedDocuments.of = lambda lengths, *rest: right([sum(lengths)], *rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "figure"),
+    [
+        ("delta-slices", hand_on_nothing, "loss"),
+        ("delta-slices", hand_back_nothing, "grad_norm"),
+        ("delta", scan_over_documents, "loss"),
+    ],
+)
+def test_states_gone_wrong_are_seen(
+    name: str, fault: Callable[[], None], figure: str, alone: Alone, tmp_path: Path
+) -> None:
+    """Negative controls, in the first step."""
+    folder, _ = alone.run(name)
+    finish(launch(tmp_path, 1, alone.flags(name, tmp_path) | {"train_iters": 1}, fault=fault))
+    found, right = (next(iter(read_metrics(f / "metrics")))[figure] for f in (tmp_path, folder))
+    assert abs(found - right) > 1e-5 * right
 
 
 def numbers_of_steps(alone: Alone, layout: Flags) -> Iterator[int]:

@@ -9,6 +9,8 @@ from megatron_lm_runs import BOTH, SCRIPT, launch, logged
 from rank_runs import ROOT, Flags, assert_refused, finish, losses
 
 from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
+from megatron_wlb.runtime.compat.hooks import version_of
+from megatron_wlb.runtime.compat.source import MegatronSource
 
 pytestmark = pytest.mark.launcher
 
@@ -121,6 +123,10 @@ def test_a_script_with_a_loss_or_data_of_its_own_is_refused(corpus: Path, tmp_pa
     script.write_text(text)
     flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "train_iters": 1}
     ended = launch(tmp_path, 1, flags, script=script).wait()
+    if not version_of(MegatronSource.installed().version).tested:  # it may bring another script
+        assert ended.code == 0, ended.output
+        assert ended.output.count("unedited pretrain_gpt.py") == 2
+        return
     assert ended.code == ConfigError.exit_code, ended.output
     for line, what in zip(ended.errors, ("forward step or loss", "data sets"), strict=True):
         assert line.startswith(f"error: {script} has {what} of its own (")

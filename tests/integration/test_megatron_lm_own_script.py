@@ -57,6 +57,7 @@ CASES: dict[str, tuple[int, Flags]] = {
 
 
 @pytest.mark.launcher
+@pytest.mark.own_script
 @pytest.mark.parametrize("name", CASES)
 def test_script_of_the_package_trains_as_the_checkouts(
     name: str, corpus: Path, tmp_path: Path

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rank_runs import finish, start
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.own_script]
 
 
 def soak(_argv: list[str]) -> int:

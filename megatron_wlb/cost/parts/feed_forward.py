@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_wlb.cost.layers import Divided, Part, check_sizes
 from megatron_wlb.cost.tape import Operation
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class FeedForward(Part):
     """A dense MLP."""
+
+    is_mlp: ClassVar[bool] = True
 
     ffn_hidden_size: int
     gated: bool

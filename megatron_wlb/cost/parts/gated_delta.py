@@ -57,8 +57,13 @@ class GatedDelta(Part):
 
     @property
     def inner_weights(self) -> int:
-        """As Megatron counts it: four products with the state, and the convolution's taps."""
-        return 4 * self.state_numbers + self.linear_conv_kernel_dim * self.convolved
+        """The convolution's taps."""
+        return self.linear_conv_kernel_dim * self.convolved
+
+    @property
+    def state_products(self) -> int:
+        """As Megatron counts it: four products with the state."""
+        return 4 * self.state_numbers
 
     @property
     def elementwise_numbers(self) -> int:
@@ -75,17 +80,15 @@ class GatedDelta(Part):
         yield "linear_num_key_heads", self.linear_num_key_heads, "TP × CP", p.tp_size * p.cp_size
 
     def parameters(self, on: Executed) -> int:
-        taps = self.linear_conv_kernel_dim * self.convolved
-        heads = taps + 2 * self.linear_num_value_heads
+        divided = self.inner_weights + 2 * self.linear_num_value_heads
         norm = self.linear_value_head_dim * on.shape.norm_vectors
-        return self.matrix_parameters(on, bias=False) + heads // on.parallelism.tp_size + norm
+        return self.matrix_parameters(on, bias=False) + divided // on.parallelism.tp_size + norm
 
     def sent_numbers(self, p: Parallelism) -> float:
-        away = (p.cp_size - 1) / p.cp_size
-        return away * (self.columns + self.rows) / p.tp_size if p.cp_size > 1 else 0.0
+        return (self.columns + self.rows) / p.tp_size / p.cp_size
 
     def copied_numbers(self, p: Parallelism) -> float:
-        return 2 * (self.columns + self.rows) / p.tp_size if p.cp_size > 1 else 0.0
+        return 2 * (self.columns + self.rows) / p.tp_size / p.cp_size
 
     def operations(self, on: Blocks) -> list[Operation]:
         """Lists the operations from the norm's output to the second product."""
@@ -96,7 +99,12 @@ class GatedDelta(Part):
         taken = heads * (2 * self.linear_key_head_dim + self.linear_value_head_dim)
         return [
             on.into("in", e * self.columns / tp_size, self.columns, bias=False),
-            Operation("convolution", e * convolved, backward=on.hidden + 2 * e * convolved),
+            Operation(
+                "convolution",
+                e * convolved,
+                backward=on.hidden + 2 * e * convolved,
+                weight_bytes=on.element_bytes * self.inner_weights // tp_size,
+            ),
             Operation(
                 "recurrence",
                 e * (taken + rows + CHUNK * heads) + 2 * FP32 * heads,

@@ -10,7 +10,6 @@ from megatron_wlb.cost.parts.attention import Attention
 from megatron_wlb.cost.tape import Operation, with_more
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import whole_number
 
 if TYPE_CHECKING:
     from megatron_wlb.cost.blocks import Blocks
@@ -33,7 +32,6 @@ class Latent:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        whole_number("q_lora_rank", self.q_lora_rank or 1, 1)
         if self.v_head_dim > self.key_dim:
             raise ConfigError(
                 f"model shape: v_head_dim {self.v_head_dim} is above a key's "

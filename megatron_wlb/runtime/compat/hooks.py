@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM018
+from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM018, MegatronLM019
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,8 @@ VERSIONS: Mapping[str, Version] = {
     "0.18.2": Version(
         True, ("cabe277b4b45", "02c5bcff629b"), ("313315a344a8", "19bac29d4ed3"), MegatronLM018()
     ),
-    "0.19.2": Version(True, ("276656f016f4", "52bb6cf23439"), ("d999d1ae854a", "479bda76ea80")),
-    "0.20.0": Version(  # not released: Megatron's main
-        False, ("276656f016f4", "52bb6cf23439"), ("d999d1ae854a", "479bda76ea80")
+    "0.19.2": Version(
+        True, ("276656f016f4", "52bb6cf23439"), ("d999d1ae854a", "479bda76ea80"), MegatronLM019()
     ),
 }
 """One of each series; the others of the series count as it does."""

@@ -12,6 +12,9 @@ from typing import Any
 class MegatronLM:
     """Models are built from a configuration that the script makes of its arguments: from 0.19."""
 
+    trains_prompts: tuple[str, ...] = ("default",)
+    """Formats of conversations whose prompts are targets too."""
+
     def with_provider(self, set_up: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keywords of a call of ``setup_model_and_optimizer``, so that ``get_model`` is asked
         for models, and builds them by the arguments of that moment.
@@ -36,7 +39,13 @@ class MegatronLM:
         return {**set_up, "cfg_container": container, "model_provider_func": provider}
 
 
-class MegatronLM018(MegatronLM):
+class MegatronLM019(MegatronLM):
+    """Another format than the default trains prompts: up to 0.19."""
+
+    trains_prompts = "default", "identity"
+
+
+class MegatronLM018(MegatronLM019):
     """The script gives a function that builds its models: up to 0.18."""
 
     def with_provider(self, set_up: Mapping[str, Any]) -> Mapping[str, Any]:

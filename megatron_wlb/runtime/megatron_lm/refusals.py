@@ -151,8 +151,8 @@ def _loads_newer_state(a: Given, step: Any) -> bool:
     return is_store(a.load) or newest_step(a.load) != step
 
 
-def _other_layers(_: Given, pattern: str | None) -> str:
-    return "; ".join(reason for sign, reason in OTHERS.items() if sign in (pattern or ""))
+def _other_layers(_: Given, pattern: Any) -> str:
+    return "; ".join(reason for sign, reason in OTHERS.items() if sign in str(pattern))
 
 
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron_wlb.data.conversations import Team, Template, conversation_corpus
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.runtime.compat import hooks
 from megatron_wlb.runtime.ranks import watchdog
 
 _LOGGER = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ def _template(args: argparse.Namespace, tokenizer: Any) -> Template:
             f"{args.tokenizer_type} is not one; give SFTTokenizer, with --tokenizer-model and "
             "--sft-tokenizer-prompt-format"
         )
-    if args.sft_tokenizer_prompt_format in ("default", "identity"):
+    prompts = args.sft_tokenizer_prompt_format in hooks.adapter().trains_prompts
+    if prompts:
         _LOGGER.info(
             "--sft-tokenizer-prompt-format %s trains every token, of prompts too, as Megatron-LM "
             "does; see docs/fine-tuning.md", args.sft_tokenizer_prompt_format,
@@ -104,12 +106,12 @@ def _template(args: argparse.Namespace, tokenizer: Any) -> Template:
         tokenize,
         tokenizer.pad,
         int(tokenizer.vocab_size),
-        _identity(args, tokenizer),
+        _identity(args, tokenizer, prompts),
     )
 
 
-def _identity(args: argparse.Namespace, tokenizer: Any) -> str:
-    """Names what decides the tokens: the tokenizer's content, not only its place."""
+def _identity(args: argparse.Namespace, tokenizer: Any, prompts: bool) -> str:
+    """Names what decides tokens and targets: the tokenizer's content, not only its place."""
     layers = [tokenizer]  # Megatron wraps it once or twice, and transformers wraps Rust's
     while (inner := getattr(layers[-1], "_tokenizer", None)) is not None:
         layers.append(inner)
@@ -117,5 +119,5 @@ def _identity(args: argparse.Namespace, tokenizer: Any) -> str:
     content = to_str() if to_str else repr(sorted(inner.get_vocab().items()))
     said = [getattr(layer, name, None) for layer in layers for name in _DECIDE]
     sha = hashlib.sha256(content.encode())
-    sha.update(repr((tokenizer.eod, tokenizer.pad, said)).encode())
+    sha.update(repr((tokenizer.eod, tokenizer.pad, said, prompts)).encode())
     return f"{args.sft_tokenizer_prompt_format} {sha.hexdigest()}"

@@ -70,7 +70,11 @@ class Store:
             for number, group in enumerate(groups)
         ]
         self.optimizer = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
-            config, [], own, model_parallel_group=dist.group.WORLD
+            # It asks of the first chunk, from 0.20 on, whether it is sharded; shards have none.
+            config,
+            [None],
+            own,
+            model_parallel_group=dist.group.WORLD,
         )
         make_loadable(self.optimizer)
         self.optimizer.init_state_fn(self._inner, config)

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 from helpers.machines import H100
 
-from megatron_wlb.cost import (
-    AnalyticModel,
-    MemoryModel,
-    ModelShape,
-    Parallelism,
-    Recompute,
-)
+from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.layers import Layer, Precision, Precisions
@@ -69,10 +63,7 @@ def test_all_ranks_together_hold_each_parameter(layout: Parallelism) -> None:
     experts = [memory.expert_parameters(stage) for stage in range(layout.num_stages)]
     assert sum(experts) * layout.expert_ranks == 3 * 16 * each
     norms = (2 * 4 + 1) * h
-    dense = MemoryModel(
-        DENSE.with_experts(EXPERTS, [False] * 4),
-        Execution(),
-    ).total_parameters
+    dense = MemoryModel(DENSE.with_experts(EXPERTS, [False] * 4), Execution()).total_parameters
     shared = 3 * (h * (16 + 3 * 128) - 3 * h * 1408)
     whole = dense + shared + 3 * 16 * each
     repeated = (layout.tp_size - 1) * (norms + 3 * h * 16)  # norms and routers, on each TP rank
@@ -138,15 +129,8 @@ def test_tokens_go_to_a_node_once() -> None:
 def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
     def kept(experts: Experts, imbalance: float = 1.0, recompute: Recompute = NONE) -> float:
         shape = DENSE.with_experts(experts, [True] * 4)
-        memory = MemoryModel(
-            shape,
-            Execution(
-                recompute=recompute,
-                kernels=kernels,
-                expert_imbalance=imbalance,
-            ),
-        )
-        return memory.tapes[0][0].saved_per_token
+        run = Execution(recompute=recompute, kernels=kernels, expert_imbalance=imbalance)
+        return MemoryModel(shape, run).tapes[0][0].saved_per_token
 
     one = kept(replace(EXPERTS, topk=1))
     copy = kept(replace(EXPERTS, topk=2)) - one

@@ -43,6 +43,8 @@ class RoundRobin(Packer):
         return self._waiting
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
+        self.limits = self.limits.at(step)
+        self.limits.check(documents)
         documents, self._waiting = [*self._waiting, *documents], []
         micro_batches: list[list[Document]] = [[] for _ in range(self.limits.num_micro_batches)]
         for turn, document in enumerate(documents):
@@ -58,7 +60,9 @@ class RoundRobin(Packer):
         return save_state(self, waiting=self._waiting)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        (self._waiting,) = load_state(self, state, "waiting")
+        (waiting,) = load_state(self, state, "waiting")
+        self.limits.check(waiting)
+        self._waiting = waiting
 
 
 @pytest.fixture(autouse=True)
@@ -101,14 +105,8 @@ def test_its_planner_resumes_where_it_stopped() -> None:
 def test_what_it_cannot_do_is_refused_everywhere() -> None:
     with pytest.raises(ConfigError, match="round-robin packing has no shaped steps; leave"):
         PackingSettings.parse("round-robin+shape", 1024, 2048)
-    flags = [
-        "--wlb-packing",
-        "round-robin",
-        "--wlb-shape",
-        "on",
-        "--pipeline-model-parallel-size",
-        "2",
-    ]
+    flags = ["--wlb-packing", "round-robin", "--wlb-shape", "on"]
+    flags += ["--pipeline-model-parallel-size", "2"]
     with pytest.raises(ConfigError, match="round-robin packing has no shaped steps; leave"):
         check(parse(flags), 2)
     assert unread(parse([*flags, "--wlb-hold-tau", "2"]).wlb)["wlb_hold_tau"].endswith(" hold")

@@ -9,8 +9,9 @@ import pytest
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.packing import PACKINGS, PackingSettings, reads
+from megatron_wlb.planning.packing.settings import _configured
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.config import Config, flag_of
 
 WINDOW = 4096
 
@@ -38,20 +39,13 @@ def test_settings_come_back_from_their_own_flags(name: str, changes: dict[str, A
 
 @pytest.mark.parametrize("name", PACKINGS)
 def test_flags_leave_out_what_the_packing_does_not_read(name: str) -> None:
-    balanced = name in ("wlb", "hold")
-    changes = {"shaped": balanced, "max_age": 7, "max_step_tokens": 40000, "delay_price": 0.5}
+    changes: dict[str, Any] = {"shaped": reads(name, "shaped"), "max_age": 7}
     changes |= {"fixed_batches": 4, "queue_thresholds": (9,), "solver_limit": 0.5, "look_ahead": 1}
-    changes |= {"units": 24, "slice_multiple": 64}
-    flags = PackingSettings(name, 2 * WINDOW, **changes).flags()  # type: ignore[arg-type]
+    changes |= {"units": 24, "slice_multiple": 64, "delay_price": 0.5, "max_step_tokens": 40000}
+    flags = PackingSettings(name, 2 * WINDOW, **changes).flags()
+    read = {_configured(field) for field in ("max_tokens", *changes) if reads(name, field)}
     given = {flag for flag in flags if flag.startswith("--")}
-    assert ("--wlb-max-tokens" in given) == reads(name, "max_tokens")
-    assert ("--wlb-shape" in given) == balanced == reads(name, "shaped")
-    assert ("--wlb-units" in given) == ("--wlb-slice-multiple" in given) == (name == "slim")
-    assert ("--wlb-max-age" in given) == ("--wlb-max-step-tokens" in given) == balanced
-    assert ("--wlb-fixed-batches" in given) == name.startswith("fixed-")
-    assert ("--wlb-queue-thresholds" in given) == (name == "wlb")
-    assert ("--wlb-solver-limit" in given) == (name == "fixed-solver")
-    assert ("--wlb-look-ahead" in given) == ("--wlb-delay-price" in given) == (name == "hold")
+    assert given == {"--wlb-packing", *map(flag_of, read)}
 
 
 def test_original_reads_s_max_where_its_micro_batches_are_no_windows() -> None:

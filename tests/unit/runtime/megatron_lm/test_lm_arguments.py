@@ -13,6 +13,7 @@ from megatron_wlb.planning.from_config import model_shape, parallelism
 from megatron_wlb.planning.layer_patterns import expert_layers
 from megatron_wlb.runtime.megatron_lm import arguments
 from megatron_wlb.settings.config import Config, WlbConfig, table
+from megatron_wlb.settings.packings import PACKINGS
 from megatron_wlb.settings.setting import SAME
 
 CHECKED: dict[str, Any] = {
@@ -147,7 +148,7 @@ def test_flags_have_the_defaults_of_the_settings_and_a_group_of_their_own() -> N
     text = parser.format_help()
     assert "workload balance" in text
     shown = " ".join(text.split())
-    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold,slim,auto}" in shown
+    assert f"--wlb-packing {{{','.join(PACKINGS)},auto}}" in shown
 
 
 @pytest.mark.parametrize(
