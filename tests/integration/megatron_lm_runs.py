@@ -140,6 +140,8 @@ DELTA: Flags = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "init_method_std": 0.2,  # with which states count
+    "lr": 1e-5,  # and rounding grows little
 }
 
 FOCAL = """

@@ -190,7 +190,7 @@ CASES = [
     further("delta-slices", 2, CP2 | RECOMPUTED),
     further("delta-slices", 2, TP2_SP),
     further("delta-slices", 2, DP2),
-    further("delta-slices", 2, PP2 | cut("G-*|-GG-") | HOSTED | {"wlb_memory_gib": 0.0015}),
+    further("delta-slices", 2, PP2 | cut("G-|*-|GG|-") | HOSTED | {"wlb_memory_gib": 0.0007}),
     ("hybrid-experts", 4, EP2 | PP2 | cut("*E*|-E/*E")),
     further("hybrid-experts", 2, CP2 | RECOMPUTED),
     further("hybrid-latents-slices", 2, PP2 | cut("+-|++-")),
@@ -279,7 +279,8 @@ def test_feature_is_another_run(name: str, alone: Alone) -> None:
 def hand_on_nothing() -> None:
     from megatron_wlb.runtime.gpt import states
 
-    states.Scan.initial = lambda *_: None
+    right = states._Take.forward
+    states._Take.forward = staticmethod(lambda *args: right(*args) * 0)
 
 
 def hand_back_nothing() -> None:

@@ -98,7 +98,7 @@ CASES: dict[str, Flags] = {
         "window_size": "7,0",
         "window_attn_skip_freq": 2,
     },
-    "hybrid-delta": DELTA | {"hybrid_layer_pattern": "G-*-G-", "lr": 1e-5},
+    "hybrid-delta": DELTA | {"hybrid_layer_pattern": "G-*-G-"},
     "uneven": PP2 | {"num_layers": 3, "decoder_first_pipeline_num_layers": 1},
 }
 FIGURES = {

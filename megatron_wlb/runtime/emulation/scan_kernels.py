@@ -37,8 +37,8 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``fla``'s convolution: ``[1, T, C] -> [1, T, C]`` with weights ``[C, W]``. Each document comes
-    after a state ``[C, W]``, of which its first token sees the last ``W - 1``.
+    """``fla``'s convolution: ``[1, T, C] -> [1, T, C]`` with weights ``[C, W]``. Each document
+    comes after a state ``[C, W]``, of which its first token sees the last ``W - 1``.
     """
     channels, taps = weight.shape
     outs = []

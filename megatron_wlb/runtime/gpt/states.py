@@ -31,8 +31,8 @@ Name: TypeAlias = tuple[tuple[int, int], int, str, int]
 
 @dataclass(frozen=True)
 class ScannedDocuments:
-    """The documents of a micro-batch, of all context-parallel ranks: each rank scans all tokens, with
-    its share of the heads.
+    """The documents of a micro-batch, of all context-parallel ranks: each rank scans all tokens,
+    with its share of the heads.
     """
 
     lengths: tuple[int, ...]
@@ -145,6 +145,12 @@ class _Give(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        if ctx.name not in ctx.store.state_grads:
+            document, layer, _, row = ctx.name
+            raise PlanError(
+                f"the slice of document {document} before row {row} runs backward in layer "
+                f"{layer}, but the next one has left no gradient; slices run backward last to first"
+            )
         return grad, ctx.store.state_grads.pop(ctx.name), None, None
 
 
