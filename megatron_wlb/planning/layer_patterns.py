@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from megatron_wlb.cost.layers import Layer, Part
 from megatron_wlb.cost.model_file import layers_with_experts
-from megatron_wlb.cost.parts import Experts, GatedDelta
+from megatron_wlb.cost.parts import Experts, GatedDelta, Mamba
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_TOKENS, read_pattern, shown
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.megatron import ModelConfig
-from megatron_wlb.settings.pattern import DELTA, EXPERTS, MLP, HybridPattern
+from megatron_wlb.settings.pattern import DELTA, EXPERTS, MAMBA, MLP, HybridPattern
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -98,6 +98,10 @@ def with_pattern(shape: ModelShape, model: ModelConfig, pattern: HybridPattern) 
             return _experts(shape, model, model.num_experts)
         if sign == DELTA:
             return GatedDelta(*(getattr(model, f.name) for f in dataclasses.fields(GatedDelta)))
+        if sign == MAMBA:
+            num_heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+            sizes = model.mamba_head_dim, model.mamba_state_dim, model.mamba_num_groups
+            return Mamba(num_heads, *sizes)
         return dense if sign == MLP else attention
 
     every = zip(pattern.layers, windowed_layers(model), strict=True)

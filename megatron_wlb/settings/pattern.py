@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from megatron_wlb.errors import ConfigError
 
 FLAG = "--hybrid-layer-pattern"
-ATTENTION, LATENT, DELTA, MLP, EXPERTS = "*", "+", "G", "-", "E"
+ATTENTION, LATENT, DELTA, MAMBA, MLP, EXPERTS = "*", "+", "G", "M", "-", "E"
 LAYERS = {
     ATTENTION: "attention",
     LATENT: "multi-latent attention",
     DELTA: "gated delta net",
+    MAMBA: "Mamba-2",
     MLP: "MLP",
     EXPERTS: "experts",
 }
 """Symbols of layers, and what they stand for."""
 OTHERS = {
-    "M": "Mamba-2 mixes documents that run together",
     "D": "sparse attention chooses keys of the whole sequence",
 }
 """Megatron's other symbols, and why such layers cannot run."""

@@ -144,6 +144,15 @@ DELTA: Flags = {
     "lr": 1e-5,  # and rounding grows little
 }
 
+MAMBA: Flags = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "mamba_state_dim": 10,
+    "mamba_num_groups": 2,
+    "init_method_std": 0.2,
+    "lr": 1e-5,
+}
+
 FOCAL = """
 import torch
 

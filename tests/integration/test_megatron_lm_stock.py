@@ -22,6 +22,7 @@ from megatron_lm_runs import (
     LLAMA,
     LLAMA_EXPERTS,
     LLAMA_LATENT,
+    MAMBA,
     PP2,
     Finished,
     Flags,
@@ -98,6 +99,7 @@ CASES: dict[str, Flags] = {
         "window_size": "7,0",
         "window_attn_skip_freq": 2,
     },
+    "hybrid-mamba": MAMBA | {"hybrid_layer_pattern": "M-*-M-"},
     "hybrid-delta": DELTA | {"hybrid_layer_pattern": "G-*-G-"},
     "uneven": PP2 | {"num_layers": 3, "decoder_first_pipeline_num_layers": 1},
 }

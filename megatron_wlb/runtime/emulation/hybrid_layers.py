@@ -55,6 +55,16 @@ def _local(stack: Any) -> Any:
             mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
         ),
     }
+    made["mamba_layer"] = _with(
+        stack.mamba_layer,
+        norm=WrappedTorchNorm,
+        mixer=_with(
+            stack.mamba_layer.submodules.mixer,
+            in_proj=ColumnParallelLinear,
+            out_proj=RowParallelLinear,
+        ),
+        **{_INSIDE: {"norm.": "mixer.in_proj.layer_norm_"}},
+    )
     delta = _with(
         stack.gdn_layer.submodules.self_attention,
         in_proj=ColumnParallelLinear,

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm import gated_delta_net, mamba_mixer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_wlb.runtime.compat.patching import PatchSet
 
@@ -26,6 +27,28 @@ def install_scans(patches: PatchSet) -> None:
         for name, value in kernels.items():
             if hasattr(module, name):
                 patches.replace(module, name, value)
+    for name, value in {
+        "HAVE_MAMBA_SSM": True,
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+        "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+        "_check_mamba_sequence_packing_support": lambda **_: (True, None),
+        "ExtendedRMSNorm": type(
+            "ExtendedRMSNorm",
+            (RMSNormGated,),
+            {"sharded_state_dict": _sharded_norm},
+        ),
+    }.items():
+        patches.replace(mamba_mixer, name, value)
+
+
+def _sharded_norm(
+    norm: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+) -> Any:
+    return make_sharded_tensors_for_checkpoint(
+        norm.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+        tp_group=norm.tp_group, dp_cp_group=metadata["dp_cp_group"],
+    )  # fmt: skip
 
 
 def causal_conv1d(
@@ -117,3 +140,108 @@ def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6, **_: Any) -> torch
 def _documents(tensor: torch.Tensor, ends: torch.Tensor | None) -> list[torch.Tensor]:
     """The documents of a tensor ``[1, T, …]``."""
     return list(tensor[0].split(tensor.shape[1] if ends is None else ends.diff().tolist()))
+
+
+class RMSNormGated(torch.nn.Module):
+    """``mamba_ssm``'s norm in groups of numbers, without a gate, as Megatron calls it."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
+        norm_before_gate: bool = True, device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+        self.eps, self.group_size = eps, group_size or hidden_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        scaled = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (scaled.flatten(-2) * self.weight).to(x.dtype)
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """``causal_conv1d``'s function: ``[1, C, T] -> [1, C, T]``."""
+    out, _none = causal_conv1d(x.transpose(1, 2), weight, bias, activation)
+    return out.transpose(1, 2)
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    _chunk_size: int,
+    D: torch.Tensor,
+    z: torch.Tensor,
+    dt_bias: torch.Tensor,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    """``mamba_ssm``'s scan of one document: ``x, z [1, n, H, P], dt [1, n, H], B, C [1, n, G, N] ->
+    [1, n, H, P]``, and the last state ``[1, H, P, N]``.
+
+    ``S ← S·exp(Δ·A) + Δ·x·Bᵀ`` and ``y = S·C + D·x`` a token, with ``Δ = softplus(dt + bias)``
+    (Dao and Gu 2024, section 6), then ``y·silu(z)``.
+    """
+    heads, repeats = x.shape[2], x.shape[2] // B.shape[2]
+    step = F.softplus(dt[0].float() + dt_bias).t()
+    rows = x[0].float().transpose(0, 1)
+    keys, queries = (t[0].float().repeat_interleave(repeats, 1).transpose(0, 1) for t in (B, C))
+    state = rows.new_zeros(heads, x.shape[3], B.shape[3])
+    if initial_states is not None:
+        state = initial_states[0]
+    outs = []
+    for value, size, key, query in zip(
+        *(t.split(CHUNK, 1) for t in (rows, step, keys, queries)), strict=True
+    ):
+        g = (size * A[:, None]).cumsum(-1)
+        decay = (g[:, :, None] - g[:, None]).tril().exp().tril()
+        weighted = value * size[..., None]
+        outs.append((query @ key.mT * decay) @ weighted + (query * g.exp()[..., None]) @ state.mT)
+        left = (weighted * (g[:, -1:] - g).exp()[..., None]).mT @ key
+        state = state * g[:, -1].exp()[:, None, None] + left
+    y = torch.cat(outs, 1).transpose(0, 1)
+    skip = D if D.dim() > 1 else D[:, None]
+    y = ((y + skip * x[0].float()) * F.silu(z[0].float()))[None].to(x.dtype)
+    return (y, state[None]) if return_final_states else y
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    chunk_size: int,
+    seq_idx: torch.Tensor | None = None,
+    activation: str = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    **_: Any,
+) -> torch.Tensor:
+    """``mamba_ssm``'s fused layer: ``[1, T, 2·H·P + 2·G·N + H] -> [1, T, H·P]``, a document each
+    run of equal ``seq_idx [1, T]``.
+    """
+    heads, channels = len(dt_bias), len(weight)
+    inner = zxbcdt.shape[-1] - channels - heads
+    size = zxbcdt.shape[1]
+    lengths = [size] if seq_idx is None else seq_idx[0].unique_consecutive(return_counts=True)[1]
+    outs = []
+    for rows in zxbcdt[0].split([int(n) for n in lengths]):
+        z, convolved, dt = rows[None].split([inner, channels, heads], -1)
+        out, _none = causal_conv1d(convolved, weight, bias, activation)
+        x, b, c = out.split([inner, *[(channels - inner) // 2] * 2], -1)
+        x, z = (t.unflatten(-1, (heads, -1)) for t in (x, z))
+        b, c = (t.unflatten(-1, (ngroups, -1)) for t in (b, c))
+        y = mamba_chunk_scan_combined(x, dt, A, b, c, chunk_size, D, z, dt_bias)
+        outs.append(y.flatten(2))
+    return torch.cat(outs, 1)

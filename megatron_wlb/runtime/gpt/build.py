@@ -21,6 +21,8 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import Float16Module
@@ -51,6 +53,7 @@ from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAt
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
 from megatron_wlb.runtime.gpt.gated_delta import DocumentGatedDeltaNet
 from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of
+from megatron_wlb.runtime.gpt.mamba import DocumentMambaMixer
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
 from megatron_wlb.runtime.gpt.prediction import complete_layers
@@ -266,6 +269,8 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     Raises :class:`CompatibilityError` for a layer whose attention is neither plain nor multi-latent
     self-attention (Mamba …).
     """
+    if getattr(spec, "module", None) is MambaLayer:
+        return _mixing_documents(spec)
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     module = getattr(attention, "module", None)
     core: Any = partial(DocumentAttention, options=options)
@@ -281,6 +286,20 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
             "of documents; use SelfAttention, MLASelfAttention or GatedDeltaNet"
         )
     attention.submodules.core_attention = core
+    return spec
+
+
+def _mixing_documents(spec: ModuleSpec) -> ModuleSpec:
+    """``spec``, of a Mamba layer, with our mixer. Raises :class:`CompatibilityError` for another
+    than Megatron's.
+    """
+    mixer: Any = spec.submodules.mixer
+    if mixer.module is not MambaMixer:
+        raise CompatibilityError(
+            f"the layer's mixer is {mixer.module.__name__}, which cannot be told of documents; use "
+            "MambaMixer"
+        )
+    mixer.module = DocumentMambaMixer
     return spec
 
 

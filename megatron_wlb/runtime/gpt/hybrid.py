@@ -16,7 +16,7 @@ from megatron_wlb.errors import CompatibilityError
 
 MODELS = GPTModel, HybridModel
 """Megatron's models that run plans."""
-_MIX = "attention_layer", "mla_layer", "gdn_layer"
+_MIX = "attention_layer", "mla_layer", "gdn_layer", "mamba_layer"
 """Specs of a stack's layers that mix the tokens of a document; a version may lack the second."""
 
 
@@ -53,7 +53,7 @@ def attentions_of(gpt: Any) -> list[Any]:
     """
     found = []
     for layer in layers_of(gpt):
-        mixer = getattr(layer, "self_attention", None)
+        mixer = _mixer(layer)
         if has_attention(layer):
             found.append(mixer)
         elif getattr(mixer, "by_document", False):
@@ -69,9 +69,13 @@ def attentions_of(gpt: Any) -> list[Any]:
 
 def has_states(gpt: Any) -> bool:
     """Whether any layer of a chunk carries a state through documents."""
-    mixers = (getattr(layer, "self_attention", None) for layer in layers_of(gpt))
-    return any(getattr(mixer, "by_document", False) for mixer in mixers)
+    return any(getattr(_mixer(layer), "by_document", False) for layer in layers_of(gpt))
 
 
 def has_attention(layer: Any) -> bool:
-    return hasattr(getattr(layer, "self_attention", None), "core_attention")
+    return hasattr(_mixer(layer), "core_attention")
+
+
+def _mixer(layer: Any) -> Any:
+    """What mixes a layer's tokens; Mamba's has another name."""
+    return getattr(layer, "self_attention", getattr(layer, "mixer", None))

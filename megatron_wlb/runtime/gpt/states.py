@@ -39,6 +39,8 @@ class ScannedDocuments:
     """Tokens of each, padding last."""
     ends: torch.Tensor
     """``[N + 1]`` int64: where each begins, and where the last one ends."""
+    numbers: torch.Tensor
+    """``[T]`` int32: each token's document."""
     order: torch.Tensor | None = None
     """``[T]`` int64: which of the tokens, rank by rank, stand where in documents; None on one
     rank."""
@@ -58,7 +60,8 @@ class ScannedDocuments:
             tokens: npt.NDArray[np.int64] = np.concatenate([own.tokens for own in layouts])
             order, back = torch.from_numpy(np.argsort(tokens)), torch.from_numpy(tokens)
         ends = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int64))
-        return cls(tuple(lengths), ends, order, back, cut)
+        numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+        return cls(tuple(lengths), ends, numbers, order, back, cut)
 
     @cached_property
     def ends_on_host(self) -> torch.Tensor:
@@ -82,12 +85,18 @@ class Scan:
         left none.
         """
         cut = self.documents.cut
-        if cut is None or cut.start == 0:
+        if cut is None or not self.takes:
             return None
         take: Any = _Take.apply
         own: torch.Tensor = take(anchor, cut, self._name(kind, cut.start))
         others = own.new_zeros(len(self.documents.lengths) - 1, *shape)
         return torch.cat([own[None].to(dtype), others.to(dtype)])
+
+    @property
+    def takes(self) -> bool:
+        """Whether this slice takes a state of the one before."""
+        cut = self.documents.cut
+        return cut is not None and cut.start > 0
 
     @property
     def leaves(self) -> bool:
