@@ -95,7 +95,7 @@ def chunk_gated_delta_rule(
     outs, states = [], []
     parts = zip(*(_documents(t, cu_seqlens) for t in (q, k, v, g, beta)), strict=True)
     for number, part in enumerate(parts):
-        query, key, value, gate, weight = (t.float().transpose(0, 1) for t in part)
+        query, key, value, gate, weight = (_exact(t).transpose(0, 1) for t in part)
         state = key.new_zeros(*q.shape[2:], v.shape[3])
         if initial_state is not None:
             state = initial_state[number]
@@ -135,6 +135,11 @@ def _chunk(
 def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6, **_: Any) -> torch.Tensor:
     """``fla``'s norm."""
     return x * torch.rsqrt((x * x).sum(dim, keepdim=True) + eps)
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """In fp32, as the kernels count, or what is more exact."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _documents(tensor: torch.Tensor, ends: torch.Tensor | None) -> list[torch.Tensor]:
@@ -192,9 +197,9 @@ def mamba_chunk_scan_combined(
     (Dao and Gu 2024, section 6), then ``y·silu(z)``.
     """
     heads, repeats = x.shape[2], x.shape[2] // B.shape[2]
-    step = F.softplus(dt[0].float() + dt_bias).t()
-    rows = x[0].float().transpose(0, 1)
-    keys, queries = (t[0].float().repeat_interleave(repeats, 1).transpose(0, 1) for t in (B, C))
+    step = F.softplus(_exact(dt[0]) + dt_bias).t()
+    rows = _exact(x[0]).transpose(0, 1)
+    keys, queries = (_exact(t[0]).repeat_interleave(repeats, 1).transpose(0, 1) for t in (B, C))
     state = rows.new_zeros(heads, x.shape[3], B.shape[3])
     if initial_states is not None:
         state = initial_states[0]
@@ -210,7 +215,7 @@ def mamba_chunk_scan_combined(
         state = state * g[:, -1].exp()[:, None, None] + left
     y = torch.cat(outs, 1).transpose(0, 1)
     skip = D if D.dim() > 1 else D[:, None]
-    y = ((y + skip * x[0].float()) * F.silu(z[0].float()))[None].to(x.dtype)
+    y = ((y + skip * _exact(x[0])) * F.silu(_exact(z[0])))[None].to(x.dtype)
     return (y, state[None]) if return_final_states else y
 
 
