@@ -172,7 +172,7 @@ def launch(
     script: str | Path | None = SCRIPT,
 ) -> Run:
     """``torchrun -m megatron_wlb.launch [SCRIPT]``, with ranks forked."""
-    program = functools.partial(launched, script=script)
+    program = functools.partial(launched, script=_of_model(flags, script))
     return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=program)
 
 
@@ -184,7 +184,14 @@ def run_without_launcher(
     """
     # Workers of its data loader would be handed a function that cannot be pickled.
     flags = MEGATRON_LM | {"num_workers": 0} | flags
-    return start(folder, num_processes, flags, fault=fault, program=_run_alone)
+    program = functools.partial(_run_alone, script=_of_model(flags, SCRIPT))
+    return start(folder, num_processes, flags, fault=fault, program=program)
+
+
+def _of_model(flags: Flags, script: str | Path | None) -> str | Path | None:
+    """The checkout's script for a model; that of the package is for all."""
+    is_hybrid = script == SCRIPT and PATH and "hybrid_layer_pattern" in flags
+    return f"{PATH}/pretrain_hybrid.py" if is_hybrid else script
 
 
 def logged(finished: Finished, name: str) -> list[str]:
@@ -257,12 +264,14 @@ def install_and_uninstall(_argv: list[str]) -> int:
 def launched(argv: list[str], script: str | Path | None = SCRIPT) -> int:
     from megatron_wlb.launch import main
 
-    if PATH and script != SCRIPT:  # a copy somewhere else, which PYTHONPATH tells of the checkout
+    if PATH and Path(str(script)).parent != Path(
+        PATH
+    ):  # a copy somewhere else, which PYTHONPATH tells of the checkout
         sys.path.append(PATH)
     return main([*([str(script)] if script else []), *argv])
 
 
-def _run_alone(argv: list[str]) -> int:
+def _run_alone(argv: list[str], script: str | None) -> int:
     import runpy
 
     from megatron_wlb.runtime.megatron_lm import cpu_loop
@@ -270,8 +279,8 @@ def _run_alone(argv: list[str]) -> int:
     sys.argv = ["pretrain_gpt.py", *argv]
     _find_checkout()
     cpu_loop.install()
-    if SCRIPT:
-        runpy.run_path(SCRIPT, run_name="__main__")
+    if script:
+        runpy.run_path(script, run_name="__main__")
     else:
         runpy.run_module(STAND_IN, run_name="__main__")
     return 0
