@@ -36,7 +36,7 @@ def functions_of(path: Path) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(["pretrain_gpt.py", "pretrain_hybrid.py"]))
+@pytest.mark.parametrize(("number", "name"), [(0, "pretrain_gpt.py"), (1, "pretrain_hybrid.py")])
 def test_megatrons_own_script_is_known(number: int, name: str) -> None:
     """If it is not, and computes what the last one did: the new ones go into the table."""
     source = MegatronSource.at(os.environ["MEGATRON_LM_PATH"])
