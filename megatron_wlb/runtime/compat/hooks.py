@@ -54,6 +54,9 @@ VERSIONS: Mapping[str, Version] = {
     "0.19.2": Version(
         True, ("276656f016f4", "52bb6cf23439"), ("d999d1ae854a", "479bda76ea80"), MegatronLM019()
     ),
+    "0.20.0": Version(  # not released: Megatron's main
+        False, ("276656f016f4", "52bb6cf23439"), ("d999d1ae854a", "479bda76ea80")
+    ),
 }
 """One of each series; the others of the series count as it does."""
 
