@@ -438,6 +438,7 @@ ALONE: Rules = (
             ("decrease_batch_size_if_needed", "one size of batches"),
             ("fp8_format", "no FP8"),
             ("use_torch_fsdp2", "no FSDP2"),
+            ("hybrid_layer_pattern", "a GPT"),
             ("wlb_strategies", "one layout"),
             ("wlb_metrics", "no log"),
         )
