@@ -199,7 +199,7 @@ CASES = [
     further("mamba-slices", 2, CP2 | RECOMPUTED),
     further("mamba-slices", 2, TP2_SP),
     further("mamba-slices", 2, DP2),
-    ("hybrid-experts", 4, EP2 | PP2 | cut("*E*|-E/*E")),
+    ("hybrid-experts", 4, EP2 | PP2 | cut("*E*|-E/E*")),
     further("hybrid-experts", 2, CP2 | RECOMPUTED),
     further("hybrid-latents-slices", 2, PP2 | cut("+-|++-")),
     further("hybrid-latents-slices", 2, CP2),
