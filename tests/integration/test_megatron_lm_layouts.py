@@ -97,7 +97,7 @@ FEATURES: dict[str, Feature] = {
     "mamba": Feature(MAMBA | {"hybrid_layer_pattern": "M-*M-M-"}),
     "mamba-slices": Feature(MAMBA | SLICES | EVALUATED | {"hybrid_layer_pattern": "M-*M-M-"}),
     "hybrid-experts": Feature(
-        EXPERTS | {"hybrid_layer_pattern": "*E*-E/*E", "untie_embeddings_and_output_weights": True},
+        EXPERTS | {"hybrid_layer_pattern": "*E*-E/E*", "untie_embeddings_and_output_weights": True},
         (*BALANCE, "mtp_1 loss"),
         set_weights,
     ),
