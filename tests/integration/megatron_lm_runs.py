@@ -173,7 +173,8 @@ def launch(
 ) -> Run:
     """``torchrun -m megatron_wlb.launch [SCRIPT]``, with ranks forked."""
     program = functools.partial(launched, script=_of_model(flags, script))
-    return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=program)
+    flags = MEGATRON_LM | _of_hybrid(flags) | flags
+    return start(folder, num_processes, flags, fault=fault, program=program)
 
 
 def run_without_launcher(
@@ -183,9 +184,15 @@ def run_without_launcher(
     a GPU.
     """
     # Workers of its data loader would be handed a function that cannot be pickled.
-    flags = MEGATRON_LM | {"num_workers": 0} | flags
+    flags = MEGATRON_LM | {"num_workers": 0} | _of_hybrid(flags) | flags
     program = functools.partial(_run_alone, script=_of_model(flags, SCRIPT))
     return start(folder, num_processes, flags, fault=fault, program=program)
+
+
+def _of_hybrid(flags: Flags) -> Flags:
+    """What Megatron up to 0.18 asks for a HybridModel."""
+    spec = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    return {"spec": spec} if "hybrid_layer_pattern" in flags else {}
 
 
 def _of_model(flags: Flags, script: str | Path | None) -> str | Path | None:
