@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -45,9 +46,10 @@ def install_scans(patches: PatchSet) -> None:
 def _sharded_norm(
     norm: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
 ) -> Any:
+    group = getattr(norm, "tp_group", None) or get_tensor_model_parallel_group()  # up to 0.18
     return make_sharded_tensors_for_checkpoint(
         norm.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
-        tp_group=norm.tp_group, dp_cp_group=metadata["dp_cp_group"],
+        tp_group=group, dp_cp_group=metadata["dp_cp_group"],
     )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ class DocumentGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
                 "--deterministic-mode runs gated delta nets by torch, which takes no documents; "
                 "leave it out"
             )
+        kwargs.pop("cp_comm_type", None)  # which layers are given, and 0.18 does not take
         super().__init__(config, *args, **kwargs)
         rule = self.gated_delta_rule
         self.gated_delta_rule = lambda *args, **kwargs: _rule(rule, *args, **kwargs)
