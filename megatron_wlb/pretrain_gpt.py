@@ -1,7 +1,8 @@
-"""Stands in for Megatron-LM's ``pretrain_gpt.py`` where no checkout is at hand.
+"""Stands in for Megatron-LM's scripts where no checkout is at hand.
 
-megatron-core's wheel has Megatron's training loop, but not this script, which needs that of 0.19
-or later. It gives the loop a GPT and windows of a corpus, as the checkout's does. ``python -m
+megatron-core's wheel has Megatron's training loop, but no script, and this one needs that of 0.19
+or later. It gives the loop a GPT, or with ``--hybrid-layer-pattern`` a HybridModel, and windows of
+a corpus, as the checkout's ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do. ``python -m
 megatron_wlb.launch`` runs it when no script is named; ``torchrun … -m megatron_wlb.pretrain_gpt``
 alone is stock Megatron.
 
@@ -31,7 +32,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_wlb.errors import CompatibilityError, ConfigError
 
 try:
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 except ImportError as error:
     raise CompatibilityError(
         f"megatron-core's training loop builds no GPT without a script ({error}); install "
@@ -142,7 +143,8 @@ def embedding_ranks(pipeline: list[int]) -> list[int]:
 if __name__ == "__main__":
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    of_model = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    config = pretrain_cfg_container_from_args(args, of_model(args))
     pretrain(
         config, datasets, ModelType.encoder_or_decoder, forward_step,
         store=store, get_embedding_ranks=embedding_ranks,

@@ -111,6 +111,7 @@ class AnalyticModel(Executed):
         exchange_us, ordered_us = self._keys_us(layer)
         up_us = self._matrix_us(sum(part.up_weights for part in layer.parts), precisions.matrix)
         weights = shape.hidden_size * layer.matrix_numbers + layer.inner_weights
+        weights += layer.state_products
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
         # Experts without a shared one have no product that tensor parallelism divides.

@@ -123,6 +123,13 @@ class Part(ABC):
         return 0
 
     @property
+    def state_products(self) -> int:
+        """Numbers that a token is multiplied with and that are no weights: those of a document's
+        state.
+        """
+        return 0
+
+    @property
     def routed_numbers(self) -> int:
         """Weights that a token passes on ranks of a router's choice, for each number of the
         hidden state.
@@ -233,6 +240,11 @@ class Layer:
     def inner_weights(self) -> int:
         """Weights of its matrix products besides, which neither take nor give the hidden state."""
         return sum(part.inner_weights for part in self.parts)
+
+    @property
+    def state_products(self) -> int:
+        """Numbers of states that a token is multiplied with."""
+        return sum(part.state_products for part in self.parts)
 
     @property
     def query_size(self) -> int:

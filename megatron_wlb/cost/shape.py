@@ -180,8 +180,11 @@ class ModelShape:
 
     @property
     def linear_flops(self) -> int:
-        """FLOPs of a token's forward: a multiplication and an addition a weight."""
-        return 2 * self.linear_parameters
+        """FLOPs of a token's forward: a multiplication and an addition a weight, or number of a
+        document's state.
+        """
+        states = sum(num * layer.state_products for num, layer in self.all_runs)
+        return 2 * (self.linear_parameters + states)
 
     def attention_flops(self, *lengths: int) -> int:
         """FLOPs of documents' forward: QKᵀ and PV over the causal half of ``length²`` pairs, less

@@ -33,7 +33,7 @@ from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Selector
-from megatron_wlb.planning.layer_patterns import with_experts, with_windows
+from megatron_wlb.planning.layer_patterns import with_experts, with_pattern, with_windows
 from megatron_wlb.planning.packing import PackingSettings, kind_of
 from megatron_wlb.planning.packing.original import count_cut
 from megatron_wlb.planning.planner import Planner, Stream
@@ -80,7 +80,10 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         dropout=m.hidden_dropout > 0,
         latent=latent,
     )
-    shape = with_experts(with_windows(shape, m), m).with_predictors(m.mtp_num_layers or 0)
+    if (pattern := config.parallel.split.pattern) is not None:
+        shape = with_pattern(shape, m, pattern)
+    else:
+        shape = with_experts(with_windows(shape, m), m).with_predictors(m.mtp_num_layers or 0)
     return shape if config.training.fp8_format is None else _in_fp8(config, shape)
 
 

@@ -10,14 +10,15 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from megatron_wlb.cost.layers import Layer
+from megatron_wlb.cost.layers import Layer, Part
 from megatron_wlb.cost.model_file import layers_with_experts
-from megatron_wlb.cost.parts import Experts
+from megatron_wlb.cost.parts import Experts, GatedDelta, Mamba
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_TOKENS, read_pattern, shown
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.megatron import ModelConfig
+from megatron_wlb.settings.pattern import DELTA, EXPERTS, MAMBA, MLP, HybridPattern
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -79,14 +80,45 @@ def with_experts(shape: ModelShape, model: ModelConfig) -> ModelShape:
     """
     if model.num_experts is None:
         return shape
-    experts = Experts(
-        model.num_experts,
+    return shape.with_experts(_experts(shape, model, model.num_experts), expert_layers(model))
+
+
+def with_pattern(shape: ModelShape, model: ModelConfig, pattern: HybridPattern) -> ModelShape:
+    """``shape``, of ``model``, with the layers of a HybridModel: each of one part. All parts of a
+    depth that predicts further ahead are one layer.
+
+    Raises :class:`ConfigError` as :func:`windowed_layers`.
+    """
+    slides = dataclasses.replace(shape, reach_tokens=reach_tokens(model))
+
+    def part(sign: str, windowed: bool) -> Part:
+        attention, dense = (slides if windowed else shape).layer.parts
+        if sign == EXPERTS:
+            assert model.num_experts is not None, "a rule refuses layers of no experts"
+            return _experts(shape, model, model.num_experts)
+        if sign == DELTA:
+            return GatedDelta(*(getattr(model, f.name) for f in dataclasses.fields(GatedDelta)))
+        if sign == MAMBA:
+            num_heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+            sizes = model.mamba_head_dim, model.mamba_state_dim, model.mamba_num_groups
+            return Mamba(num_heads, *sizes)
+        return dense if sign == MLP else attention
+
+    every = zip(pattern.layers, windowed_layers(model), strict=True)
+    runs = tuple((len(list(own)), Layer((part(*kind),))) for kind, own in itertools.groupby(every))
+    ahead = Layer(tuple(part(sign, bool(model.window_size)) for sign in pattern.ahead or MLP))
+    predictors = ((pattern.depths, ahead),) if pattern.depths else ()
+    return dataclasses.replace(slides, layers=runs, predictors=predictors)
+
+
+def _experts(shape: ModelShape, model: ModelConfig, num_experts: int) -> Experts:
+    return Experts(
+        num_experts,
         model.moe_router_topk,
         model.moe_ffn_hidden_size or shape.ffn_hidden_size,
         shape.gated,
         model.moe_shared_expert_intermediate_size or 0,
     )
-    return shape.with_experts(experts, expert_layers(model))
 
 
 def pattern_of(shape: ModelShape, has_it: Callable[[Layer], bool]) -> str | None:

@@ -20,6 +20,7 @@ from megatron_wlb.planning.from_config import batch
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.planning.packing import check_numbers, check_shaping, kind_of
 from megatron_wlb.planning.refusal import Refusal, failing, given
+from megatron_wlb.settings import pattern
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.megatron import ModelConfig
 from megatron_wlb.settings.packings import CHOSEN
@@ -245,6 +246,16 @@ GENERAL: Rules = (
         "it rotates the whole head in halves",
         "leave --rotary-interleaved and --rotary-percent out"),
     failing(lambda f: windowed_layers(f.config.model)),
+    Refusal("hybrid_layer_pattern",
+        lambda f, v: v and (pattern.EXPERTS in v) != (f.m.num_experts is not None),
+        "--num-experts is {f.m.num_experts}", "give layers E and --num-experts, or neither"),
+    Refusal("multi_latent_attention",
+        lambda f, v: v and pattern.ATTENTION in (f.p.hybrid_layer_pattern or ""),
+        "--hybrid-layer-pattern {f.p.hybrid_layer_pattern} has layers of plain attention *",
+        "use + in their place"),
+    Refusal("moe_layer_freq",
+        lambda f, v: f.p.hybrid_layer_pattern and v != ModelConfig.moe_layer_freq,
+        "--hybrid-layer-pattern says which layers have experts", _LEAVE_ONE),
     Refusal("max_position_embeddings", lambda f, v: v is not None and v < f.d.seq_length,
         "documents reach the window's length, --seq-length {f.d.seq_length}", "use at least that"),
     Refusal("moe_ffn_hidden_size", lambda f, v: v is not None and f.m.num_experts is None,
@@ -380,6 +391,9 @@ EXPERTS: Rules = (
 )  # fmt: skip
 
 PREDICTION: Rules = (
+    Refusal("mtp_num_layers", lambda f, v: (said := f.split.pattern) and said.depths != v,
+        "--hybrid-layer-pattern {f.p.hybrid_layer_pattern} does not say of what layers",
+        "add /, and the symbols of a depth, for each"),
     Refusal("mtp_num_layers", lambda f, _: f.m.position_embedding_type == "learned_absolute",
         "Megatron would not keep the last stage's table of --position-embedding-type "
         "learned_absolute like the first's", "use rope or none"),
@@ -422,6 +436,7 @@ ALONE: Rules = (
             ("decrease_batch_size_if_needed", "one size of batches"),
             ("fp8_format", "no FP8"),
             ("use_torch_fsdp2", "no FSDP2"),
+            ("hybrid_layer_pattern", "a GPT"),
             ("wlb_strategies", "one layout"),
             ("wlb_metrics", "no log"),
         )

@@ -23,6 +23,7 @@ from megatron_wlb.settings.megatron import (
     TrainingConfig,
 )
 from megatron_wlb.settings.packings import ASKED
+from megatron_wlb.settings.pattern import DELTA, LATENT, MAMBA, HybridPattern
 from megatron_wlb.settings.setting import (
     SAME,
     Setting,
@@ -303,11 +304,13 @@ class Config:
     @property
     def merges(self) -> bool:
         """Whether several data-parallel replicas may run a document together. Not where ranks that
-        do cannot share it: latents with sliding windows, or projected again in FP8.
+        do cannot share it: latents with sliding windows, or projected again in FP8, and states of
+        a document, whose heads the replicas' ranks do not divide.
         """
         m, t = self.model, self.training
         latents = m.multi_latent_attention and (m.window_size or t.fp8_format is not None)
-        return self.wlb.wlb_dp_merge == "auto" and not latents
+        states = {DELTA, MAMBA} & {*(self.parallel.hybrid_layer_pattern or "")}
+        return self.wlb.wlb_dp_merge == "auto" and not latents and not states
 
     def flat(self) -> dict[str, Any]:
         """Settings by name, JSON-able: what is saved with a run."""
@@ -349,8 +352,16 @@ def flag_of(name: str) -> str:
 def from_flat(values: dict[str, Any]) -> Config:
     """A :class:`Config` from settings by name; what is missing keeps its default.
 
-    Raises :class:`ConfigError` for values of another type than the setting's.
+    A HybridModel's pattern says how many layers there are, and of which attention. Raises
+    :class:`ConfigError` for values of another type than the setting's, or no pattern of layers.
     """
+    if values.get("hybrid_layer_pattern") is not None:
+        pattern = HybridPattern.of(str(values["hybrid_layer_pattern"]))
+        values = {**values, "num_layers": len(pattern.layers)}
+        if pattern.depths:
+            values["mtp_num_layers"] = pattern.depths
+        if LATENT in pattern.layers:
+            values["multi_latent_attention"] = True
     groups = {}
     for name, group in groups_of_settings().items():
         hints = {s: hint for s, hint in typing.get_type_hints(group).items() if s in values}

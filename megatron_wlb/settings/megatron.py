@@ -91,6 +91,15 @@ class ModelConfig:
     )
     mscale: float = real(1.0, "with yarn there: concentration of attention")
     mscale_all_dim: float = real(0.0, "with yarn there: concentration that is divided by")
+    linear_num_key_heads: int = size(16, "with layers G: heads of queries and keys")
+    linear_num_value_heads: int = size(32, "with layers G: heads of values")
+    linear_key_head_dim: int = size(128, "with layers G: size of a head of queries and keys")
+    linear_value_head_dim: int = size(128, "with layers G: size of a head of values")
+    linear_conv_kernel_dim: int = size(4, "with layers G: taps of the convolution")
+    mamba_num_heads: int | None = size(None, "with layers M: heads; 2 × hidden ÷ head if not given")
+    mamba_head_dim: int = size(64, "with layers M: size of a head")
+    mamba_state_dim: int = size(128, "with layers M: numbers of a state a channel")
+    mamba_num_groups: int = size(8, "with layers M: groups of heads that share B and C")
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
     norm_epsilon: float = real(1e-5, "epsilon of the layer norm", script="layernorm_epsilon")
     qk_layernorm: bool = setting(False, "normalise queries and keys")
@@ -219,6 +228,13 @@ class ParallelConfig:
         None,
         "stages one by one, of embedding E, layers t, --mtp-num-layers m and loss L, as in "
         "'Et*3|(t*4|)*2t*3L'",
+        layout=True,
+    )
+    hybrid_layer_pattern: str | None = setting(
+        None,
+        "a HybridModel: a symbol a layer, of attention *, multi-latent attention +, a gated delta "
+        "net G, Mamba-2 M, MLP -, experts E; | between stages; / before each depth that predicts "
+        "further ahead, as in '*-*E|*E*E/*E'",
         layout=True,
     )
     context_parallel_size: int = devices(

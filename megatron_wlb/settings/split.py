@@ -13,6 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.settings.pattern import FLAG as PATTERN
+from megatron_wlb.settings.pattern import HybridPattern
 
 MOST_SIGNS = 100_000
 """Signs of a layout once its factors are multiplied out; more are a mistake."""
@@ -30,6 +32,7 @@ class PipelineSplit:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
+    hybrid_layer_pattern: str | None = None
 
     @classmethod
     def of(cls, settings: Any) -> PipelineSplit:
@@ -50,6 +53,17 @@ class PipelineSplit:
         return self.pipeline_model_parallel_layout is not None
 
     @property
+    def pattern(self) -> HybridPattern | None:
+        """A HybridModel's layers. Raises :class:`ConfigError` as :meth:`.HybridPattern.of`."""
+        return HybridPattern.of(said) if (said := self.hybrid_layer_pattern) is not None else None
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Layers of each virtual stage of a HybridModel's pattern; empty where it names none."""
+        segments = self.pattern.segments if self.pattern else ()
+        return segments if len(segments) > 1 else ()
+
+    @property
     def accounts(self) -> int:
         """How many of embedding and loss count as a layer."""
         return (
@@ -59,7 +73,7 @@ class PipelineSplit:
     @property
     def given(self) -> bool:
         """Whether there is any flag."""
-        return self.has_ends or self.has_layout or self.accounts > 0
+        return self.has_ends or self.has_layout or self.accounts > 0 or bool(self.segments)
 
     @property
     def num_ahead(self) -> int | None:
@@ -67,18 +81,21 @@ class PipelineSplit:
         return "".join(self._stages()).count("m") if self.has_layout else None
 
     def vpp_size(self, pp_size: int) -> int | None:
-        """Model chunks a pipeline rank that the layout has; None without a layout.
+        """Model chunks a pipeline rank that layout or pattern have; None where there is neither.
 
         Raises :class:`ConfigError` for stages that do not divide over the ranks.
         """
-        if not self.has_layout:
+        if not self.has_layout and not self.segments:
             return None
-        num_stages = len(self._stages())
+        said = f"{LAYOUT} {self.pipeline_model_parallel_layout}"
+        if not self.has_layout:
+            said = f"{PATTERN} {self.hybrid_layer_pattern}"
+        num_stages = len(self._stages() if self.has_layout else self.segments)
         if num_stages % pp_size or (pp_size == 1 and num_stages > 1):
             wanted = "one, or use a pipeline" if pp_size == 1 else f"a multiple of {pp_size}"
             raise ConfigError(
-                f"{LAYOUT} {self.pipeline_model_parallel_layout} has {num_stages} stages, which "
-                f"do not divide over PP {pp_size}; give {wanted}"
+                f"{said} has {num_stages} stages, which do not divide over PP {pp_size}; give "
+                f"{wanted}"
             )
         return num_stages // pp_size
 
@@ -87,6 +104,13 @@ class PipelineSplit:
 
         Raises :class:`ConfigError` for flags that do not go together or do not divide the layers.
         """
+        if self.hybrid_layer_pattern is not None and (
+            self.has_layout or self.accounts or (self.segments and self.has_ends)
+        ):
+            raise ConfigError(
+                f"{PATTERN} {self.hybrid_layer_pattern} divides the layers, and other flags do so "
+                "too; give | in the pattern alone"
+            )
         if self.has_ends + (self.accounts > 0) + self.has_layout > 1:
             raise ConfigError(
                 f"{LAYOUT}, {_FIRST} or its like for the last, and --account-for-…-in-pipeline-"
@@ -94,6 +118,8 @@ class PipelineSplit:
             )
         if self.has_layout:
             return self._of_layout(num_layers, pp_size, vpp_size)
+        if self.segments:
+            return tuple(map(len, self.segments))
         if self.has_ends:
             ranks = _between(num_layers, pp_size, *self.ends)
         else:

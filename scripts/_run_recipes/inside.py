@@ -47,18 +47,20 @@ def check_arguments(words: Sequence[str], num_devices: int, found: Path) -> int:
 
 def _set_weights(spoiled: bool) -> None:
     """Fills every model with numbers that depend on the weight's name and place alone."""
-    from megatron.core.models.gpt import GPTModel
+    from megatron_wlb.runtime.gpt.hybrid import MODELS
 
-    build = GPTModel.__init__
+    def filled(build: Any) -> Any:
+        @functools.wraps(build)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            build(self, *args, **kwargs)
+            _fill(self)
+            if spoiled and os.environ["RANK"] == "0":
+                _spoil_weight(self)
 
-    @functools.wraps(build)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
-        _fill(self)
-        if spoiled and os.environ["RANK"] == "0":
-            _spoil_weight(self)
+        return __init__
 
-    GPTModel.__init__ = __init__
+    for kind in MODELS:
+        kind.__init__ = filled(kind.__init__)
 
 
 def _fill(model: Any) -> None:

@@ -133,6 +133,26 @@ EXPERTS: Flags = {
     "disable_bias_linear": True,
 }
 
+DELTA: Flags = {
+    "swiglu": True,  # its SiLU is that of gated delta nets too
+    "disable_bias_linear": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "init_method_std": 0.2,  # with which states count
+    "lr": 1e-5,  # and rounding grows little
+}
+
+MAMBA: Flags = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "mamba_state_dim": 10,
+    "mamba_num_groups": 2,
+    "init_method_std": 0.2,
+    "lr": 1e-5,
+}
+
 FOCAL = """
 import torch
 
@@ -152,8 +172,9 @@ def launch(
     script: str | Path | None = SCRIPT,
 ) -> Run:
     """``torchrun -m megatron_wlb.launch [SCRIPT]``, with ranks forked."""
-    program = functools.partial(launched, script=script)
-    return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=program)
+    program = functools.partial(launched, script=_of_model(flags, script))
+    flags = MEGATRON_LM | _of_hybrid(flags) | flags
+    return start(folder, num_processes, flags, fault=fault, program=program)
 
 
 def run_without_launcher(
@@ -163,8 +184,21 @@ def run_without_launcher(
     a GPU.
     """
     # Workers of its data loader would be handed a function that cannot be pickled.
-    flags = MEGATRON_LM | {"num_workers": 0} | flags
-    return start(folder, num_processes, flags, fault=fault, program=_run_alone)
+    flags = MEGATRON_LM | {"num_workers": 0} | _of_hybrid(flags) | flags
+    program = functools.partial(_run_alone, script=_of_model(flags, SCRIPT))
+    return start(folder, num_processes, flags, fault=fault, program=program)
+
+
+def _of_hybrid(flags: Flags) -> Flags:
+    """What Megatron up to 0.18 asks for a HybridModel."""
+    spec = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    return {"spec": spec} if "hybrid_layer_pattern" in flags else {}
+
+
+def _of_model(flags: Flags, script: str | Path | None) -> str | Path | None:
+    """The checkout's script for a model; that of the package is for all."""
+    is_hybrid = script == SCRIPT and PATH and "hybrid_layer_pattern" in flags
+    return f"{PATH}/pretrain_hybrid.py" if is_hybrid else script
 
 
 def logged(finished: Finished, name: str) -> list[str]:
@@ -237,12 +271,14 @@ def install_and_uninstall(_argv: list[str]) -> int:
 def launched(argv: list[str], script: str | Path | None = SCRIPT) -> int:
     from megatron_wlb.launch import main
 
-    if PATH and script != SCRIPT:  # a copy somewhere else, which PYTHONPATH tells of the checkout
+    if PATH and Path(str(script)).parent != Path(
+        PATH
+    ):  # a copy somewhere else, which PYTHONPATH tells of the checkout
         sys.path.append(PATH)
     return main([*([str(script)] if script else []), *argv])
 
 
-def _run_alone(argv: list[str]) -> int:
+def _run_alone(argv: list[str], script: str | None) -> int:
     import runpy
 
     from megatron_wlb.runtime.megatron_lm import cpu_loop
@@ -250,8 +286,8 @@ def _run_alone(argv: list[str]) -> int:
     sys.argv = ["pretrain_gpt.py", *argv]
     _find_checkout()
     cpu_loop.install()
-    if SCRIPT:
-        runpy.run_path(SCRIPT, run_name="__main__")
+    if script:
+        runpy.run_path(script, run_name="__main__")
     else:
         runpy.run_module(STAND_IN, run_name="__main__")
     return 0

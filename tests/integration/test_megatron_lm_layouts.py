@@ -21,10 +21,12 @@ from helpers.texts import write_texts
 from megatron_lm_runs import (
     BOTH,
     CP2,
+    DELTA,
     DP2,
     EXPERTS,
     FOCAL,
     LATENT,
+    MAMBA,
     PP2,
     PP2_CP2,
     PP2_VPP2,
@@ -89,6 +91,19 @@ FEATURES: dict[str, Feature] = {
     "latents-slices": Feature(SLICES | LATENT),
     "own-loss-slices": Feature(SLICES | {"wlb_loss": "mine.py", "wlb_max_step_tokens": 0}),
     "six-layers-slices": Feature(SLICES | {"num_layers": 6}),
+    "hybrid-slices": Feature(SLICES | {"hybrid_layer_pattern": "*-**-*-"}),
+    "delta": Feature(DELTA | {"hybrid_layer_pattern": "G-*-GG-"}),
+    "delta-slices": Feature(DELTA | SLICES | EVALUATED | {"hybrid_layer_pattern": "G-*-GG-"}),
+    "mamba": Feature(MAMBA | {"hybrid_layer_pattern": "M-*M-M-"}),
+    "mamba-slices": Feature(MAMBA | SLICES | EVALUATED | {"hybrid_layer_pattern": "M-*M-M-"}),
+    "hybrid-experts": Feature(
+        EXPERTS | {"hybrid_layer_pattern": "*E*-E/E*", "untie_embeddings_and_output_weights": True},
+        (*BALANCE, "mtp_1 loss"),
+        set_weights,
+    ),
+    "hybrid-latents-slices": Feature(
+        SLICES | LATENT | {"hybrid_layer_pattern": "+-++-", "qk_layernorm": None}
+    ),
 }
 UP_PROJECTED: Flags = {
     "recompute_granularity": "selective", "recompute_modules": "mla_up_proj",
@@ -96,6 +111,12 @@ UP_PROJECTED: Flags = {
 PP4: Flags = {"pipeline_model_parallel_size": 4}
 EP2: Flags = {"expert_model_parallel_size": 2}
 SELECTIVE: Flags = {"recompute_granularity": "selective"}
+
+
+def cut(pattern: str) -> Flags:
+    return {"hybrid_layer_pattern": pattern}
+
+
 TIGHT: Flags = {"wlb_memory_gib": 0.002}
 """Less than some steps need, unless they recompute, or send activations to the host."""
 HOSTED: Flags = TIGHT | {"wlb_host_gib": 1}
@@ -159,6 +180,29 @@ CASES = [
     further("six-layers-slices", 4, PP2 | {"decoder_last_pipeline_num_layers": 2}),
     further("experts-slices", 4,
             EP2 | PP2 | TP2_SP | {"expert_tensor_parallel_size": 1} | RECOMPUTED),
+    # A GPT's checkpoint goes on in a HybridModel.
+    ("hold", 2, PP2 | cut("*-*|-*-*-")),
+    ("hybrid-slices", 2, PP2 | cut("*-|**|-*|-") | TIGHT),
+    further("hybrid-slices", 2, PP2 | cut("*-|**|-*|-") | HOSTED),
+    further("hybrid-slices", 2, CP2 | RECOMPUTED),
+    further("hybrid-slices", 2, TP2_SP),
+    further("hybrid-slices", 2, DP2),
+    ("delta", 2, CP2),
+    further("delta", 2, PP2 | cut("G-*|-GG-")),
+    ("delta-slices", 2, PP2 | cut("G-|*-|GG|-") | TIGHT),
+    further("delta-slices", 2, CP2 | RECOMPUTED),
+    further("delta-slices", 2, TP2_SP),
+    further("delta-slices", 2, DP2),
+    ("mamba", 2, CP2),
+    further("mamba", 2, PP2 | cut("M-*M|-M-")),
+    ("mamba-slices", 2, PP2 | cut("M-|*M|-M|-") | TIGHT),
+    further("mamba-slices", 2, CP2 | RECOMPUTED),
+    further("mamba-slices", 2, TP2_SP),
+    further("mamba-slices", 2, DP2),
+    ("hybrid-experts", 4, EP2 | PP2 | cut("*E*|-E/E*")),
+    further("hybrid-experts", 2, CP2 | RECOMPUTED),
+    further("hybrid-latents-slices", 2, PP2 | cut("+-|++-")),
+    further("hybrid-latents-slices", 2, CP2),
 ]  # fmt: skip
 
 
@@ -238,6 +282,48 @@ def test_feature_is_another_run(name: str, alone: Alone) -> None:
     assert all(found.values()) and len(found) == NUM_STEPS
     if name != "numbers":  # which mean nothing to one process
         assert abs(found[NUM_STEPS] - without[NUM_STEPS]) > 1e-5 * without[NUM_STEPS]
+
+
+def hand_on_nothing() -> None:
+    from megatron_wlb.runtime.gpt import states
+
+    right = states._Take.forward
+    states._Take.forward = staticmethod(lambda *args: right(*args) * 0)
+
+
+def hand_back_nothing() -> None:
+    from megatron_wlb.runtime.gpt import states
+
+    right = states._Take.backward
+    states._Take.backward = staticmethod(lambda ctx, grad: right(ctx, grad * 0))
+
+
+def scan_over_documents() -> None:
+    from megatron_wlb.runtime.gpt import states
+
+    right = states.ScannedDocuments.of
+    states.ScannedDocuments.of = lambda lengths, *rest: right([sum(lengths)], *rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "figure"),
+    [
+        ("delta-slices", hand_on_nothing, "loss"),
+        ("delta-slices", hand_back_nothing, "grad_norm"),
+        ("delta", scan_over_documents, "loss"),
+        ("mamba-slices", hand_on_nothing, "loss"),
+        ("mamba-slices", hand_back_nothing, "grad_norm"),
+        ("mamba", scan_over_documents, "loss"),
+    ],
+)
+def test_states_gone_wrong_are_seen(
+    name: str, fault: Callable[[], None], figure: str, alone: Alone, tmp_path: Path
+) -> None:
+    """Negative controls, in the first step."""
+    folder, _ = alone.run(name)
+    finish(launch(tmp_path, 1, alone.flags(name, tmp_path) | {"train_iters": 1}, fault=fault))
+    found, right = (next(iter(read_metrics(f / "metrics")))[figure] for f in (tmp_path, folder))
+    assert abs(found - right) > 1e-5 * right
 
 
 def numbers_of_steps(alone: Alone, layout: Flags) -> Iterator[int]:

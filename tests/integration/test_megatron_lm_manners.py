@@ -126,12 +126,12 @@ def test_a_script_with_a_loss_or_data_of_its_own_is_refused(corpus: Path, tmp_pa
     ended = launch(tmp_path, 1, flags, script=script).wait()
     if not version_of(MegatronSource.installed().version).tested:  # it may bring another script
         assert ended.code == 0, ended.output
-        assert ended.output.count("unedited pretrain_gpt.py") == 2
+        assert ended.output.count("unedited script") == 2
         return
     assert ended.code == ConfigError.exit_code, ended.output
     for line, what in zip(ended.errors, ("forward step or loss", "data sets"), strict=True):
         assert line.startswith(f"error: {script} has {what} of its own (")
-        assert "unedited pretrain_gpt.py" in line
+        assert "unedited script" in line
         assert line.endswith("or leave out the --wlb flags")
         assert ("--wlb-loss FILE.py" in line) == (what == "forward step or loss")
     assert "> initializ" not in ended.output, "a process group was made before"

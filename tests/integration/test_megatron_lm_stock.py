@@ -18,9 +18,11 @@ from helpers.layouts import further
 from helpers.whole_windows import two_corpora
 from megatron_lm_runs import (
     BOTH,
+    DELTA,
     LLAMA,
     LLAMA_EXPERTS,
     LLAMA_LATENT,
+    MAMBA,
     PP2,
     Finished,
     Flags,
@@ -81,6 +83,24 @@ CASES: dict[str, Flags] = {
     "sliding": {"window_size": "7,0", "window_attn_skip_freq": 2},
     "mup": LLAMA | {"use_mup": True},
     "ramp": RAMP,
+    "hybrid": {"hybrid_layer_pattern": "*-*-"},
+    "hybrid-prediction": LLAMA | {"hybrid_layer_pattern": "*-*-/*-/*-"},
+    "hybrid-latent": LLAMA_LATENT
+    | {
+        "rope_type": "rope",
+        "hybrid_layer_pattern": "+-+-",
+        "qk_layernorm": None,
+        "init_method_std": 0.2,
+    },
+    "hybrid-experts": balanced("seq_aux_loss") | {"hybrid_layer_pattern": "*E*-E"},
+    "hybrid-sliding": PP2
+    | {
+        "hybrid_layer_pattern": "*-*|-*-",
+        "window_size": "7,0",
+        "window_attn_skip_freq": 2,
+    },
+    "hybrid-mamba": MAMBA | {"hybrid_layer_pattern": "M-*-M-"},
+    "hybrid-delta": DELTA | {"hybrid_layer_pattern": "G-*-G-"},
     "uneven": PP2 | {"num_layers": 3, "decoder_first_pipeline_num_layers": 1},
 }
 FIGURES = {

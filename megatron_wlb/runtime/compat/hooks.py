@@ -38,19 +38,25 @@ class Version:
 
     tested: bool
     """Whether the launcher's tests and the ragged pipelines pass with it."""
-    forward_step: str
-    """The forward step of its ``pretrain_gpt.py``, loss and batch included, as
-    :func:`megatron_wlb.runtime.compat.script.fingerprint` names it."""
-    datasets: str
-    """Its provider of data sets, likewise."""
+    forward_steps: tuple[str, str]
+    """The forward steps of its ``pretrain_gpt.py`` and ``pretrain_hybrid.py``, loss and batch
+    included, as :func:`megatron_wlb.runtime.compat.script.fingerprint` names them."""
+    datasets: tuple[str, str]
+    """Their providers of data sets, likewise."""
     adapter: MegatronLM = field(default_factory=MegatronLM)
     """How ``megatron.training`` is spoken to."""
 
 
 VERSIONS: Mapping[str, Version] = {
-    "0.18.2": Version(True, "cabe277b4b45", "313315a344a8", MegatronLM018()),
-    "0.19.2": Version(True, "276656f016f4", "d999d1ae854a", MegatronLM019()),
-    "0.20.0": Version(False, "276656f016f4", "d999d1ae854a"),  # not released: Megatron's main
+    "0.18.2": Version(
+        True, ("cabe277b4b45", "02c5bcff629b"), ("313315a344a8", "19bac29d4ed3"), MegatronLM018()
+    ),
+    "0.19.2": Version(
+        True, ("276656f016f4", "52bb6cf23439"), ("d999d1ae854a", "479bda76ea80"), MegatronLM019()
+    ),
+    "0.20.0": Version(  # not released: Megatron's main
+        False, ("276656f016f4", "52bb6cf23439"), ("d999d1ae854a", "479bda76ea80")
+    ),
 }
 """One of each series; the others of the series count as it does."""
 

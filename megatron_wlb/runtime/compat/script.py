@@ -1,4 +1,5 @@
-"""Whether a script hands the code of Megatron's own ``pretrain_gpt.py`` to ``pretrain``.
+"""Whether a script hands the code of Megatron's own ``pretrain_gpt.py`` or ``pretrain_hybrid.py``
+to ``pretrain``.
 
 Plans bring batches, a forward step and a loss of their own, so a script's own would not run. They
 compute what Megatron's do; of any other code nobody could tell.
@@ -40,18 +41,19 @@ def check(version: str, forward_step: Any, datasets_provider: Any) -> None:
     for function, own, what, remedy in (
         (
             forward_step,
-            {v.forward_step for v in versions},
+            {own for v in versions for own in v.forward_steps},
             "forward step or loss",
             " with your loss in --wlb-loss FILE.py",
         ),
-        (datasets_provider, {v.datasets for v in versions}, "data sets", ""),
+        (datasets_provider, {own for v in versions for own in v.datasets}, "data sets", ""),
     ):
         place = getattr(getattr(function, "__code__", None), "co_filename", "the script")
         if place != _STAND_IN and (found := fingerprint(function)) not in own:
             messages.append(
                 f"{place} has {what} of its own ({found}), not those of Megatron-LM's "
-                "pretrain_gpt.py, and they would not run: --wlb-packing brings the plan's; run the "
-                f"checkout's unedited pretrain_gpt.py{remedy}, or leave out the --wlb flags"
+                "pretrain_gpt.py or pretrain_hybrid.py, and they would not run: --wlb-packing "
+                f"brings the plan's; run the checkout's unedited script{remedy}, or leave out the "
+                "--wlb flags"
             )
     if known is not None and known.tested:
         refuse_all(messages)

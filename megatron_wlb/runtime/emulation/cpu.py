@@ -226,8 +226,12 @@ def install() -> None:
     install_adam(_patches)
     # Imports megatron.core.
     from megatron_wlb.runtime.emulation.expert_layers import install_experts
+    from megatron_wlb.runtime.emulation.hybrid_layers import install_hybrid
+    from megatron_wlb.runtime.emulation.scan_kernels import install_scans
 
     install_experts(_patches)
+    install_hybrid(_patches)
+    install_scans(_patches)
     module = "megatron.core.distributed.torch_fully_sharded_data_parallel"
     _patches.replace(module, "DeviceMesh", _MeshOfCpus)
     from megatron.core.transformer import multi_token_prediction

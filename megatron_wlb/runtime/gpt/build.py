@@ -20,6 +20,9 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import Float16Module
@@ -48,9 +51,12 @@ from megatron_wlb.runtime.gpt.attention.head_start import least_bytes
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
+from megatron_wlb.runtime.gpt.gated_delta import DocumentGatedDeltaNet
+from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of
+from megatron_wlb.runtime.gpt.mamba import DocumentMambaMixer
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
-from megatron_wlb.runtime.gpt.prediction import complete_layers, layers_of
+from megatron_wlb.runtime.gpt.prediction import complete_layers
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.megatron import ModelConfig
@@ -263,25 +269,46 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     Raises :class:`CompatibilityError` for a layer whose attention is neither plain nor multi-latent
     self-attention (Mamba …).
     """
+    if getattr(spec, "module", None) is MambaLayer:
+        return _mixing_documents(spec)
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     module = getattr(attention, "module", None)
     core: Any = partial(DocumentAttention, options=options)
     if module is MLASelfAttention:  # which takes a spec, or a class, of its core
         attention.module = DocumentLatentAttention
         core = ModuleSpec(DocumentAttention, params={"options": options})
+    elif module is GatedDeltaNet:
+        attention.module = DocumentGatedDeltaNet
+        return spec
     elif module is not SelfAttention:
         raise CompatibilityError(
-            f"the layer's attention is {getattr(module, '__name__', module)}; attention to packed "
-            "documents takes the place of the core of Megatron's SelfAttention or MLASelfAttention"
+            f"the layer's attention is {getattr(module, '__name__', module)}, which cannot be told "
+            "of documents; use SelfAttention, MLASelfAttention or GatedDeltaNet"
         )
     attention.submodules.core_attention = core
     return spec
 
 
-def require_document_attention(gpt: GPTModel) -> None:
-    """Raises :class:`CompatibilityError` where Megatron built another core attention than ours."""
-    for layer in layers_of(gpt):
-        installed = type(layer.self_attention.core_attention)
+def _mixing_documents(spec: ModuleSpec) -> ModuleSpec:
+    """``spec``, of a Mamba layer, with our mixer. Raises :class:`CompatibilityError` for another
+    than Megatron's.
+    """
+    mixer: Any = spec.submodules.mixer
+    if mixer.module is not MambaMixer:
+        raise CompatibilityError(
+            f"the layer's mixer is {mixer.module.__name__}, which cannot be told of documents; use "
+            "MambaMixer"
+        )
+    mixer.module = DocumentMambaMixer
+    return spec
+
+
+def require_document_attention(gpt: Any) -> None:
+    """Raises :class:`CompatibilityError` where Megatron built another core attention than ours, or
+    a layer that mixes tokens without attention.
+    """
+    for attention in attentions_of(gpt):
+        installed = type(attention.core_attention)
         if installed is not DocumentAttention:
             raise CompatibilityError(
                 f"Megatron built {installed.__name__} where DocumentAttention was specified; this "
@@ -298,7 +325,7 @@ def require_layers(config: Config, model: Model) -> None:
     planned = list(stages[model.groups.pp.rank() :: model.groups.pp.size()])
     built = [len(gpt.decoder.layers) for gpt in model.gpts]
     ends = [gpt.post_process * (config.model.mtp_num_layers or 0) for gpt in model.gpts]
-    further = [len(layers_of(gpt)) - len(gpt.decoder.layers) for gpt in model.gpts]
+    further = [len(depths_of(gpt)) for gpt in model.gpts]
     if further != ends:
         raise CompatibilityError(
             f"Megatron built model chunks of {further} layers that predict further ahead on "

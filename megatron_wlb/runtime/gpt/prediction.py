@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossLoggingHelper,
@@ -31,6 +30,7 @@ from megatron.core.transformer.multi_token_prediction import (
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.gpt.hybrid import attentions_of, has_attention
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,7 @@ def _sum_over_ranks() -> None:
                 torch.distributed.all_reduce(tracker[name], group=group)
 
 
-def layers_of(gpt: GPTModel) -> list[Any]:
-    """All transformer layers of a chunk: the decoder's, then those that predict further on."""
-    mtp = getattr(gpt, "mtp", None)
-    further = mtp.layers if mtp is not None else ()
-    return [*gpt.decoder.layers, *(layer.mtp_model_layer for layer in further)]
-
-
-def complete_layers(gpt: GPTModel) -> None:
+def complete_layers(gpt: Any) -> None:
     """Mends what Megatron builds of prediction layers, before weights are wrapped, and lets them
     look up what they take (:func:`install`).
 
@@ -197,5 +190,6 @@ def complete_layers(gpt: GPTModel) -> None:
         gpt.output_layer.weight = None
         gpt.embedding.word_embeddings.weight.zero_out_wgrad = True
     first = gpt.config.num_layers + 1
-    for number, layer in enumerate(layers_of(gpt)[len(gpt.decoder.layers) :], start=first):
-        layer.self_attention.core_attention.layer_number = number
+    further = attentions_of(gpt)[len([one for one in gpt.decoder.layers if has_attention(one)]) :]
+    for number, attention in enumerate(further, start=first):
+        attention.core_attention.layer_number = number

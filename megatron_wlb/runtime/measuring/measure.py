@@ -28,9 +28,11 @@ from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.runtime.device_clock import Clock
 from megatron_wlb.runtime.gpt.attention.document_attention import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
+from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of, has_states, layers_of
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
-from megatron_wlb.runtime.gpt.prediction import Ahead, layers_of, take_losses
-from megatron_wlb.runtime.ranks.transfer import from_first_rank
+from megatron_wlb.runtime.gpt.prediction import Ahead, take_losses
+from megatron_wlb.runtime.gpt.states import ScannedDocuments
+from megatron_wlb.runtime.ranks.transfer import from_first_rank, mapped
 from megatron_wlb.runtime.saving.core import rng_state, set_rng_state
 from megatron_wlb.runtime.stepping.batch import local_params
 
@@ -212,6 +214,10 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
     assert params.positions is not None
     num_tokens, position_ids = len(params.positions), params.positions[None]
     params = replace(params, routed=RoutedTokens.padding(num_tokens, device))
+    if any(map(has_states, model.gpts)):
+        shard = _shard(model)
+        scanned = ScannedDocuments.of(lengths, shard["cp_size"], shard["sharding"], None)
+        params = replace(params, scanned=mapped(scanned, lambda tensor: tensor.to(device)))
     tokens = torch.randint(0, vocab_size, (1, num_tokens), device=device)
     local = num_tokens // (model.groups.tp.size() if config.sequence_parallel else 1)
     forward = backward = 0.0
@@ -222,7 +228,7 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
             )
             gpt.set_input_tensor(hidden.requires_grad_())
         # Any tokens do, of each depth too.
-        depths = 1 + len(layers_of(gpt)) - len(gpt.decoder.layers)
+        depths = 1 + len(depths_of(gpt))
         rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
         ahead = Ahead(*rows, num_tokens) if depths > 1 else None
         start = clock.begun(LAYER_MS * len(layers_of(gpt)))
@@ -251,7 +257,7 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
     device, clock = model.device, Clock(model.device, of_processor=False)
     _, params = local_params([length], np.arange(length), device, **_shard(model))
     # Layers that are alike, by whether they have a sliding window.
-    layers = [layer.self_attention for gpt in model.gpts for layer in layers_of(gpt)]
+    layers = [attention for gpt in model.gpts for attention in attentions_of(gpt)]
     kinds = [[layer for layer in layers if (layer.core_attention.reach_tokens is None) == whole]
              for whole in (True, False)]  # fmt: skip
     forward = backward = 0.0

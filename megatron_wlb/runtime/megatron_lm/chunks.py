@@ -1,6 +1,6 @@
-"""The user's own GPT, built by their own file, with attention and positions by document.
+"""The user's own GPT or HybridModel, built by their own file, with attention by document.
 
-Every ``GPTModel`` that is built passes through here, whatever made its layer spec: the local one,
+Every one that is built passes through here, whatever made its layer spec: the local one,
 TransformerEngine's, or that of ``--spec``.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -31,6 +32,7 @@ from megatron_wlb.runtime.gpt.build import (
     require_document_attention,
     with_document_attention,
 )
+from megatron_wlb.runtime.gpt.hybrid import MODELS, that_mix, with_layers
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
 from megatron_wlb.runtime.gpt.prediction import complete_layers
@@ -46,27 +48,12 @@ def install(
     """Makes models that are built from now on attend inside documents; ``choose`` is as in
     :func:`.attention_options`.
     """
-    build = GPTModel.__init__
-    make_norm = WrappedTorchNorm.__new__
     # Ranks agree once, before their first chunks: while Megatron builds chunks it exchanges tied
     # embeddings, and ranks that wait there could not agree with those that build another chunk.
     choose = functools.cache(choose)
-
-    @functools.wraps(build)
-    def __init__(
-        self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        # There is no flag: Megatron's arguments say False, and its configuration refuses True with
-        # a dispatcher of experts that a dense model never has.
-        config.variable_seq_lengths = True
-        config.batch_p2p_sync = BATCH_P2P_SYNC  # nor is there one for this
-        options = attention_options(settings, config, choose)
-        if kwargs.get("mtp_block_spec") is not None:
-            kwargs["mtp_block_spec"] = packed_block(kwargs["mtp_block_spec"], options)
-        build(self, config, packed(transformer_layer_spec, options), *args, **kwargs)
-        use_document_positions(self)
-        complete_layers(self)
-        route_by_document(self)
+    for kind in MODELS:
+        patches.replace(kind, "__init__", _packing(kind.__init__, settings, choose))
+    make_norm = WrappedTorchNorm.__new__
 
     @functools.wraps(make_norm)
     def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
@@ -75,18 +62,47 @@ def install(
             return TorchNorm(config, hidden_size, eps)
         return make_norm(cls, config, hidden_size, eps, **kwargs)
 
-    patches.replace(GPTModel, "__init__", __init__)
     patches.replace(WrappedTorchNorm, "__new__", staticmethod(__new__))
 
 
+def _packing(
+    build: Callable[..., None], settings: Config, choose: Callable[[str, Demand], ChosenKernel]
+) -> Callable[..., None]:
+    """``build`` of a model, with attention and positions by document."""
+    layers = list(inspect.signature(build).parameters)[2]  # what it calls the spec of its layers
+
+    @functools.wraps(build)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        # There is no flag: Megatron's arguments say False, and its configuration refuses True with
+        # a dispatcher of experts that a dense model never has.
+        config.variable_seq_lengths = True
+        config.batch_p2p_sync = BATCH_P2P_SYNC  # nor is there one for this
+        options = attention_options(settings, config, choose)
+        spec, *rest = args or (kwargs.pop(layers),)
+        if kwargs.get("mtp_block_spec") is not None:
+            kwargs["mtp_block_spec"] = packed_block(kwargs["mtp_block_spec"], options)
+        build(self, config, packed(spec, options), *rest, **kwargs)
+        use_document_positions(self)
+        complete_layers(self)
+        route_by_document(self)
+
+    return __init__
+
+
 def packed(spec: Any, options: AttentionOptions) -> Any:
-    """A copy of a layer's or block's spec with our attention in every layer.
+    """A copy of a layer's, block's or stack's spec with our attention in every layer.
 
     Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [packed(layer, options) for layer in spec.layer_specs or []]
         return dataclasses.replace(spec, layer_specs=layers)
+    stack = getattr(spec, "submodules", None)
+    if isinstance(stack, HybridStackSubmodules):
+        layers = that_mix(stack).items()
+        return with_layers(
+            spec, {name: with_document_attention(of, options) for name, of in layers}
+        )
     return with_document_attention(copy.deepcopy(spec), options)
 
 
@@ -109,10 +125,10 @@ def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:
     """
     gpts = unwrap_model(list(chunks))
     for gpt in gpts:
-        if not isinstance(gpt, GPTModel):
+        if not isinstance(gpt, MODELS):
             raise CompatibilityError(
-                f"the model is a {type(gpt).__name__}, but plans run on a GPTModel; run "
-                "pretrain_gpt.py, or leave out the --wlb flags"
+                f"the model is a {type(gpt).__name__}, but plans run on a GPTModel or HybridModel; "
+                "run pretrain_gpt.py or pretrain_hybrid.py, or leave out the --wlb flags"
             )
         require_document_attention(gpt)
     for chunk in chunks:

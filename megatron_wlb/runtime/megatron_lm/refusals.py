@@ -17,6 +17,7 @@ from megatron_wlb.planning.refusal import Refusal, below, given, lines, other_th
 from megatron_wlb.runtime.saving.newest import newest_step
 from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.settings.command_line import megatron_flags
+from megatron_wlb.settings.pattern import OTHERS
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Given(argparse.Namespace):
     num_layers_per_virtual_pipeline_stage: int | None = None
     num_virtual_stages_per_pipeline_rank: int | None = None
     pipeline_model_parallel_layout: str | None = None
+    hybrid_layer_pattern: str | None = None
     overlap_p2p_comm: bool = False
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
@@ -123,7 +125,10 @@ def attribute(flag: str) -> str:
 
 
 def _mixes_up(a: Given, _: Any) -> bool:
-    split = PipelineSplit(pipeline_model_parallel_layout=a.pipeline_model_parallel_layout)
+    split = PipelineSplit(
+        pipeline_model_parallel_layout=a.pipeline_model_parallel_layout,
+        hybrid_layer_pattern=a.hybrid_layer_pattern,
+    )
     is_virtual = (
         a.num_layers_per_virtual_pipeline_stage is not None
         or a.num_virtual_stages_per_pipeline_rank is not None
@@ -144,6 +149,10 @@ def _loads_newer_state(a: Given, step: Any) -> bool:
     if not (step and a.load and a.ckpt_format == "torch" and shards_state):
         return False
     return is_store(a.load) or newest_step(a.load) != step
+
+
+def _other_layers(_: Given, pattern: Any) -> str:
+    return "; ".join(reason for sign, reason in OTHERS.items() if sign in str(pattern))
 
 
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
@@ -208,9 +217,10 @@ REFUSALS: tuple[Refusal[Given], ...] = (
     # The model.
     Refusal("--cache-mla-latents", given, "it is for inference"),
     Refusal("--mla-down-proj-fusion", given, "attention runs Megatron's separate down projections"),
-    Refusal("--is-hybrid-model", given, _OTHER_LAYERS),
-    Refusal("--hybrid-override-pattern", given, _OTHER_LAYERS),
-    Refusal("--hybrid-layer-pattern", given, _OTHER_LAYERS),
+    Refusal("--hybrid-override-pattern", given, "its name is another today",
+        "use --hybrid-layer-pattern"),
+    Refusal("--hybrid-layer-pattern", _other_layers, "{found}",
+        "leave out the --wlb flags for such a model"),
     Refusal("--enable-mhc-connections", given, _OTHER_LAYERS),
     Refusal("--heterogeneous-layers-config-path", given, _OTHER_LAYERS),
     Refusal("--experimental-attention-variant", given, _OTHER_LAYERS),

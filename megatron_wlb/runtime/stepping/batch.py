@@ -35,6 +35,7 @@ from megatron_wlb.runtime.gpt.attention.key_exchange import KeyGather
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
+from megatron_wlb.runtime.gpt.states import ScannedDocuments
 from megatron_wlb.runtime.ranks.reads import ReadRun
 from megatron_wlb.runtime.ranks.transfer import PinnedBlock, mapped, to_device
 from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss
@@ -157,7 +158,8 @@ class BatchBuilder:
     they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`.
     ``num_ahead`` layers predict further ahead (:mod:`megatron_wlb.runtime.gpt.prediction`). With
     ``has_experts`` batches tell routers of the step, which :meth:`begin` must have been given.
-    ``loss`` replaces cross-entropy.
+    With ``has_states`` batches tell layers that carry states where documents are. ``loss`` replaces
+    cross-entropy.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class BatchBuilder:
         reach_tokens: int | None = None,
         num_ahead: int = 0,
         has_experts: bool = False,
+        has_states: bool = False,
         loss: LossFunction | None = None,
     ) -> None:
         self.corpora = corpora
@@ -187,6 +190,7 @@ class BatchBuilder:
         """What a label of each depth counts; who runs a step weighs them."""
         self.step_targets: float = 0
         self.has_experts = has_experts
+        self.has_states = has_states
         self.loss = loss
         self._step: StepPlan | None = None
         self.slices = SliceStore()
@@ -335,6 +339,11 @@ class BatchBuilder:
                 assert self._step is not None, "who runs a step begins it"
                 routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
+            if self.has_states:
+                scanned = ScannedDocuments.of(
+                    plan.lengths, self.cp_size, plan.sharding, params.slice
+                )
+                params = replace(params, scanned=scanned)
             known = self._latest[plan.index] = (plan, local, mapped(params, self._host.pinned))
         return known[1:]
 

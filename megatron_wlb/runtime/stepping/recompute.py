@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -27,7 +29,7 @@ def _said(chunk: torch.nn.Module, what: Recomputed) -> list[tuple[Any, dict[str,
     if what == HOST:
         return []
     if what == LAYERS:
-        kinds = TransformerBlock, MultiTokenPredictionLayer
+        kinds = TransformerBlock, HybridStack, MultiTokenPredictionLayer
         read = {id(m.config): m.config for m in chunk.modules() if isinstance(m, kinds)}
         return [(config, SAID) for config in read.values()]
     layers = [m for m in chunk.modules() if isinstance(m, TransformerLayer)]
@@ -36,7 +38,8 @@ def _said(chunk: torch.nn.Module, what: Recomputed) -> list[tuple[Any, dict[str,
             "a micro-batch is to recompute its MLPs, which have biases: Megatron's backward pass "
             "then never ends; recompute its layers"
         )
-    return [(layer, {"recompute_mlp": True}) for layer in layers if not layer.is_moe_layer]
+    dense = (m for m in layers if not m.is_moe_layer and not isinstance(m.mlp, IdentityOp))
+    return [(layer, {"recompute_mlp": True}) for layer in dense]
 
 
 @contextlib.contextmanager

@@ -28,6 +28,10 @@ SETTINGS = """
 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
   --no-overlap-p2p-communication --wlb-verify-shapes
 1 --sequence-parallel
+1 --hybrid-layer-pattern *E
+1 --multi-latent-attention --hybrid-layer-pattern *-
+4 --num-experts 8 --disable-bias-linear --hybrid-layer-pattern *E --moe-layer-freq 2
+1 --mtp-num-layers 1 --hybrid-layer-pattern *-
 1 --hidden-size 66 --num-attention-heads 4
 1 --kv-channels 7
 2 --num-attention-heads 3 --kv-channels 8 --tensor-model-parallel-size 2

@@ -32,6 +32,7 @@ from megatron_wlb.runtime.gpt.attention.slice_attention import (
 )
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
+from megatron_wlb.runtime.gpt.states import ScannedDocuments
 from megatron_wlb.runtime.ranks.transfer import to_device
 
 
@@ -58,6 +59,8 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """What layers of experts are told of the tokens; None without any."""
     ahead: Ahead | None = None
     """What layers that predict further ahead take; None without any."""
+    scanned: ScannedDocuments | None = None
+    """What layers that carry a state through documents are told; None without any."""
 
     @property
     def num_tokens(self) -> int:

@@ -77,14 +77,18 @@ class SliceStore:
         """What a router notes of a document's slices, by where they start; until the next step."""
         self.ahead: tuple[RowsKey, UnderWay] | None = None
         """What a layer gathers already of another one's rows."""
+        self.states: dict[Any, torch.Tensor] = {}
+        """What slices leave to the next ones (:mod:`megatron_wlb.runtime.gpt.states`)."""
+        self.state_grads: dict[Any, torch.Tensor] = {}
+        """And these back to them."""
 
     def begin(self, forward_only: bool) -> None:
         """Starts a step; what a failed one has left is dropped.
 
         With ``forward_only`` a document is finished once its last slice has run forward.
         """
-        self.buffers.clear()
-        self.choices.clear()
+        for kept in (self.buffers, self.choices, self.states, self.state_grads):
+            kept.clear()
         self.ahead = None
         self.forward_only = forward_only
 
@@ -94,6 +98,11 @@ class SliceStore:
         Raises :class:`PlanError` where a document was not finished.
         """
         self.leave()
+        for document, layer, *_ in [*self.states, *self.state_grads]:
+            raise PlanError(
+                f"the step ends with a state of document {document} in layer {layer}; run all its "
+                "slices forward, and then all backward"
+            )
         for (document, layer), buffer in self.buffers.items():
             self.buffers.clear()
             raise PlanError(

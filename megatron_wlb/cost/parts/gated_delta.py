@@ -1,0 +1,115 @@
+"""A gated delta net: a state of each document, and no keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_wlb.cost.layers import Divided, Part, check_sizes
+from megatron_wlb.cost.tape import Operation
+from megatron_wlb.cost.workspace import FP32
+
+if TYPE_CHECKING:
+    from megatron_wlb.cost.blocks import Blocks
+    from megatron_wlb.cost.execution import Executed
+    from megatron_wlb.cost.shape import Parallelism
+
+CHUNK = 64
+"""Tokens that the kernels of ``fla`` take at once; they write the state behind each chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(Part):
+    """A gated delta net: projections, a convolution of queries, keys and values, and a recurrence
+    over a document's tokens in chunks.
+
+    Context-parallel ranks exchange all tokens for a share of the heads, twice.
+    """
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+    @property
+    def convolved(self) -> int:
+        """Numbers of a token's query, key and value, all heads."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.rows
+
+    @property
+    def columns(self) -> int:
+        """And the output's gate, and two numbers a head."""
+        return self.convolved + self.rows + 2 * self.linear_num_value_heads
+
+    @property
+    def rows(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def state_numbers(self) -> int:
+        """Of a document, all heads."""
+        return self.rows * self.linear_key_head_dim
+
+    @property
+    def inner_weights(self) -> int:
+        """The convolution's taps."""
+        return self.linear_conv_kernel_dim * self.convolved
+
+    @property
+    def state_products(self) -> int:
+        """As Megatron counts it: four products with the state."""
+        return 4 * self.state_numbers
+
+    @property
+    def elementwise_numbers(self) -> int:
+        """Read and written a token: the convolution, norms of queries and keys, the gated norm,
+        and the state behind each chunk.
+        """
+        states = 2 * self.state_numbers * FP32 // (2 * CHUNK)
+        return 6 * self.convolved + 6 * self.rows + states
+
+    def num_kernels(self, p: Parallelism) -> int:
+        return 20
+
+    def divided(self, p: Parallelism) -> Divided:
+        yield "linear_num_key_heads", self.linear_num_key_heads, "TP × CP", p.tp_size * p.cp_size
+
+    def parameters(self, on: Executed) -> int:
+        divided = self.inner_weights + 2 * self.linear_num_value_heads
+        norm = self.linear_value_head_dim * on.shape.norm_vectors
+        return self.matrix_parameters(on, bias=False) + divided // on.parallelism.tp_size + norm
+
+    def sent_numbers(self, p: Parallelism) -> float:
+        return (self.columns + self.rows) / p.tp_size / p.cp_size
+
+    def copied_numbers(self, p: Parallelism) -> float:
+        return 2 * (self.columns + self.rows) / p.tp_size / p.cp_size
+
+    def operations(self, on: Blocks) -> list[Operation]:
+        """Lists the operations from the norm's output to the second product."""
+        tp_size, e = on.parallelism.tp_size, on.elementwise
+        convolved, rows = self.convolved / tp_size, self.rows / tp_size
+        heads = self.linear_num_value_heads / tp_size
+        # Queries and keys are repeated for each value head before the recurrence.
+        taken = heads * (2 * self.linear_key_head_dim + self.linear_value_head_dim)
+        return [
+            on.into("in", e * self.columns / tp_size, self.columns, bias=False),
+            Operation(
+                "convolution",
+                e * convolved,
+                backward=on.hidden + 2 * e * convolved,
+                weight_bytes=on.element_bytes * self.inner_weights // tp_size,
+            ),
+            Operation(
+                "recurrence",
+                e * (taken + rows + CHUNK * heads) + 2 * FP32 * heads,
+                backward=on.hidden + 2 * e * taken,
+            ),
+            Operation("gated norm", FP32 * heads, backward=on.hidden + 2 * e * rows),
+            on.out_of("out", e * rows, self.rows),
+        ]

@@ -1,0 +1,105 @@
+"""A Mamba-2 layer: a state of each document, and no keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_wlb.cost.layers import Divided, Part, check_sizes
+from megatron_wlb.cost.tape import Operation
+from megatron_wlb.cost.workspace import FP32
+
+if TYPE_CHECKING:
+    from megatron_wlb.cost.blocks import Blocks
+    from megatron_wlb.cost.execution import Executed
+    from megatron_wlb.cost.shape import Parallelism
+
+CHUNK = 128
+"""Tokens that the kernels take at once; they write the state behind each chunk."""
+TAPS = 4
+"""Of the convolution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba(Part):
+    """A Mamba-2 layer: projections, a convolution, and a scan over a document's tokens in chunks.
+
+    Context-parallel ranks exchange all tokens for a share of the heads, twice.
+    """
+
+    mamba_num_heads: int
+    mamba_head_dim: int
+    mamba_state_dim: int
+    mamba_num_groups: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+    @property
+    def rows(self) -> int:
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Numbers of a token that the convolution takes: x, B and C."""
+        return self.rows + 2 * self.mamba_num_groups * self.mamba_state_dim
+
+    @property
+    def columns(self) -> int:
+        """And the gate, and a step a head."""
+        return self.rows + self.convolved + self.mamba_num_heads
+
+    @property
+    def inner_weights(self) -> int:
+        """The convolution's taps."""
+        return TAPS * self.convolved
+
+    @property
+    def state_products(self) -> int:
+        """As Megatron counts it: seven FLOPs for each number of a channel's state."""
+        return 7 * self.rows * self.mamba_state_dim // 2
+
+    @property
+    def elementwise_numbers(self) -> int:
+        """Read and written a token: the convolution, gate and norm, and the state behind each
+        chunk.
+        """
+        states = 2 * self.rows * self.mamba_state_dim * FP32 // (2 * CHUNK)
+        return 4 * self.convolved + 6 * self.rows + states
+
+    def num_kernels(self, p: Parallelism) -> int:
+        return 15
+
+    def divided(self, p: Parallelism) -> Divided:
+        yield "mamba_num_heads", self.mamba_num_heads, "TP × CP", p.tp_size * p.cp_size
+        yield "mamba_num_groups", self.mamba_num_groups, "TP", p.tp_size
+
+    def parameters(self, on: Executed) -> int:
+        # The taps' biases, the step's bias, decay and skip of each head, and the norm.
+        divided = self.inner_weights + self.convolved + 3 * self.mamba_num_heads + self.rows
+        return self.matrix_parameters(on, bias=False) + divided // on.parallelism.tp_size
+
+    def sent_numbers(self, p: Parallelism) -> float:
+        return (self.columns + self.rows) / p.tp_size / p.cp_size
+
+    def copied_numbers(self, p: Parallelism) -> float:
+        return 2 * (self.columns + self.rows) / p.tp_size / p.cp_size
+
+    def operations(self, on: Blocks) -> list[Operation]:
+        """Lists the operations from the norm's output to the second product.
+
+        The fused kernel keeps its input alone, and computes the rest again.
+        """
+        tp_size, e = on.parallelism.tp_size, on.elementwise
+        columns, rows = self.columns / tp_size, self.rows / tp_size
+        return [
+            on.into("in", e * columns, self.columns, bias=False),
+            Operation(
+                "scan",
+                e * rows + FP32 * self.mamba_num_heads / tp_size,
+                backward=on.hidden + 2 * e * columns,
+                weight_bytes=on.element_bytes * self.inner_weights // tp_size,
+            ),
+            Operation("norm", FP32 / tp_size, backward=on.hidden + 2 * e * rows),
+            on.out_of("out", e * rows, self.rows),
+        ]

@@ -1,0 +1,117 @@
+"""Gated delta nets by document, whole or in slices: Megatron's layer ``G`` of a HybridModel.
+
+The layer is Megatron's own. Two functions of its forward pass look up the micro-batch's documents
+(:mod:`megatron_wlb.runtime.gpt.states`): its convolution and its recurrence, which are those of the
+package ``fla``. Both take all documents in one call, with a state each to begin with. Megatron's
+exchange between context-parallel ranks gives a rank all tokens and its share of the heads; only the
+order of the tokens is the plan's.
+
+Legend: ``T`` tokens over all context-parallel ranks, ``H`` value heads of this rank, ``K`` and
+``V`` dimensions of a key and a value, ``C`` channels of the convolution, ``W`` its taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
+from megatron_wlb.runtime.gpt.states import in_documents, in_shards, present, scanning
+
+_patches = PatchSet()
+# One module up to 0.18.
+_LAYER = getattr(gated_delta_net, "gdn", gated_delta_net)
+_EXCHANGE = getattr(gated_delta_net, "common", gated_delta_net)
+
+
+class DocumentGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
+    """Megatron's layer, which is told of documents."""
+
+    by_document = True
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.deterministic_mode:
+            raise CompatibilityError(
+                "--deterministic-mode runs gated delta nets by torch, which takes no documents; "
+                "leave it out"
+            )
+        kwargs.pop("cp_comm_type", None)  # which layers are given, and 0.18 does not take
+        super().__init__(config, *args, **kwargs)
+        rule = self.gated_delta_rule
+        self.gated_delta_rule = lambda *args, **kwargs: _rule(rule, *args, **kwargs)
+        install()
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[T/CP, 1, h] -> [T/CP, 1, h]``, by sequence parallelism ÷ TP."""
+        with self._told(packed_seq_params):
+            made: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+                hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs
+            )
+        return made
+
+    def _gated_norm_and_a2a(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Which ``--recompute-modules gdn_norm_out`` runs again in backward, outside of forward."""
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, PlanSeqParams))
+        with self._told(next(given, None)):
+            made: torch.Tensor = super()._gated_norm_and_a2a(*args, **kwargs)
+        return made
+
+    def _told(self, params: Any) -> Any:
+        return scanning(getattr(params, "scanned", None), self.layer_number)
+
+
+def install() -> None:
+    """Lets the functions of Megatron's layer look up documents; outside of
+    :class:`DocumentGatedDeltaNet` they stay as they are. A second call does nothing.
+    """
+    if _patches:
+        return
+    _patches.wrap(_LAYER, "causal_conv1d", _convolution)
+    _patches.wrap(_EXCHANGE, "_undo_attention_load_balancing", in_documents)
+    _patches.wrap(_EXCHANGE, "_redo_attention_load_balancing", in_shards)
+
+
+def uninstall() -> None:
+    """Restores them; a second call does nothing."""
+    _patches.restore()
+
+
+def _convolution(original: Any, x: torch.Tensor, weight: torch.Tensor, **named: Any) -> Any:
+    """``[1, T, C] -> [1, T, C]``; a state is the last ``W`` rows of input, ``[C, W]``."""
+    scan = present()
+    if scan is None:
+        return original(x=x, weight=weight, **named)
+    channels, taps = weight.shape
+    initial = scan.initial("convolution", x, (channels, taps), x.dtype)
+    named |= {"initial_state": initial, "output_final_state": False, **_ends(scan)}
+    out, _ = original(x=x, weight=weight, **named)
+
+    def final() -> torch.Tensor:
+        rows = x[0, : scan.documents.lengths[0]].t()
+        before = rows.new_zeros(channels, taps) if initial is None else initial[0]
+        return torch.cat([before, rows], dim=1)[:, -taps:]
+
+    return scan.left("convolution", out, final), None
+
+
+def _rule(original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> Any:
+    """``[1, T, H, K] ×2, [1, T, H, V] -> [1, T, H, V]``; a state is ``[H, K, V]`` in fp32."""
+    scan = present()
+    assert scan is not None, "the layer's forward says so"
+    shape = q.shape[2], q.shape[3], v.shape[3]
+    initial = scan.initial("recurrence", q, shape, torch.float32)
+    named |= {"initial_state": initial, "output_final_state": scan.leaves, **_ends(scan)}
+    out, states = original(q, k, v, **named)
+    return scan.left("recurrence", out, lambda: states[0]), None
+
+
+def _ends(scan: Any) -> dict[str, torch.Tensor]:
+    documents = scan.documents
+    return {"cu_seqlens": documents.ends, "cu_seqlens_cpu": documents.ends_on_host}

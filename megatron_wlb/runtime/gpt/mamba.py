@@ -1,0 +1,147 @@
+"""Mamba-2 by document, whole or in slices: Megatron's layer ``M`` of a HybridModel.
+
+The layer is Megatron's own, but for its one kernel, which looks up the micro-batch's documents
+(:mod:`megatron_wlb.runtime.gpt.states`). It takes whole documents in one call. The kernels of
+``mamba_ssm`` take no state beside packed documents and give back the last document's alone. So a
+slice that takes or leaves a state is a call of its own, of the convolution and the scan one by one.
+Context parallelism is as in :mod:`megatron_wlb.runtime.gpt.gated_delta`.
+
+Legend: ``T`` tokens over all context-parallel ranks, ``n`` those of the slice, ``H`` heads of ``P``
+numbers on this rank, ``N`` numbers of a state a channel, ``C`` channels of the convolution, ``W``
+its taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.gpt.states import Scan, in_documents, in_shards, present, scanning
+
+_patches = PatchSet()
+
+
+class DocumentMambaMixer(MambaMixer):  # type: ignore[misc]
+    """Megatron's mixer, which is told of documents."""
+
+    by_document = True
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not config.use_mamba_mem_eff_path:
+            raise CompatibilityError(
+                "--disable-mamba-mem-eff-path runs Mamba's layers by functions that take no "
+                "documents; leave it out"
+            )
+        super().__init__(config, *args, **kwargs)
+        install()
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[T/CP, 1, h] -> [T/CP, 1, h]``, by sequence parallelism ÷ TP."""
+        with scanning(getattr(packed_seq_params, "scanned", None), self.layer_number):
+            made: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+                hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs
+            )
+        return made
+
+
+def install() -> None:
+    """Lets Megatron's mixer look up documents; outside of :class:`DocumentMambaMixer` it stays as
+    it is. A second call does nothing.
+    """
+    if _patches:
+        return
+    _patches.wrap(mamba_mixer, "mamba_split_conv1d_scan_combined", _mixed)
+    _patches.wrap(mamba_context_parallel, "_undo_attention_load_balancing", in_documents)
+    _patches.wrap(mamba_context_parallel, "_redo_attention_load_balancing", in_shards)
+
+
+def uninstall() -> None:
+    """Restores them; a second call does nothing."""
+    _patches.restore()
+
+
+def _mixed(
+    original: Any,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
+    **named: Any,
+) -> torch.Tensor:
+    """``[1, T, 2·H·P + 2·groups·N + H] -> [1, T, H·P]``."""
+    scan = present()
+    known = weight, bias, dt_bias, A
+    if scan is None:
+        made: torch.Tensor = original(rows, *known, **named)
+        return made
+    numbers, num_own = scan.documents.numbers[None], 0
+    parts = []
+    if scan.takes or scan.leaves:
+        num_own = scan.documents.lengths[0]
+        parts.append(_slice(scan, rows[:, :num_own], *known, **named))
+    if num_own < rows.shape[1]:
+        others = rows[:, num_own:].contiguous()
+        named["seq_idx"] = numbers[:, num_own:].contiguous()
+        parts.append(original(others, *known, **named))
+    return torch.cat(parts, dim=1)
+
+
+def _slice(
+    scan: Scan,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
+    *,
+    D: torch.Tensor,
+    chunk_size: int,
+    headdim: int | None,
+    ngroups: int,
+    activation: str,
+    seq_idx: Any = None,
+    norm_before_gate: bool = False,
+    **dtype: Any,
+) -> torch.Tensor:
+    """The same of a slice alone. Its states are the last rows before the convolution, ``[W-1, C]``,
+    and the scan's, ``[H, P, N]``.
+    """
+    (channels, taps), num_heads = weight.shape, len(dt_bias)
+    head_dim = D.shape[1] if headdim is None else headdim
+    inner = num_heads * head_dim
+    gate, convolved, dt = rows.split([inner, channels, num_heads], dim=-1)
+    before = scan.initial("convolution", rows, (taps - 1, channels), rows.dtype)
+    halo = rows.new_zeros(taps - 1, channels) if before is None else before[0]
+    whole = torch.cat([halo[None], convolved], dim=1)
+    out = mamba_mixer.causal_conv1d_fn(
+        whole.transpose(1, 2), weight, bias, activation=activation
+    ).transpose(1, 2)[:, taps - 1 :]
+    x, b, c = out.split([inner, *[(channels - inner) // 2] * 2], dim=-1)
+    states = b.shape[-1] // ngroups
+    initial = scan.initial("scan", rows, (num_heads, head_dim, states), torch.float32)
+    y, final = mamba_mixer.mamba_chunk_scan_combined(
+        x.unflatten(-1, (num_heads, head_dim)),
+        dt,
+        A,
+        b.unflatten(-1, (ngroups, states)),
+        c.unflatten(-1, (ngroups, states)),
+        chunk_size,
+        D=D,
+        z=gate.unflatten(-1, (num_heads, head_dim)),
+        dt_bias=dt_bias,
+        initial_states=None if initial is None else initial[:1],
+        dt_softplus=True,
+        return_final_states=True,
+        **dtype,
+    )
+    made = y.flatten(2)
+    made = scan.left("convolution", made, lambda: whole[0, -(taps - 1) :])
+    return scan.left("scan", made, lambda: final[0].float())

@@ -1,0 +1,210 @@
+"""Layers that carry a state through a document: what they are told of a micro-batch, and what
+slices of a document hand on.
+
+A state begins at zero with each document. A slice takes the one that the slice before has left, and
+leaves its own. In backward, last slice to first, each leaves the gradient of the state that it
+took, and the slice before begins with that. Both are kept here between passes, so a pass has no
+root but its output, as Megatron's schedules have it.
+
+Legend: ``T`` tokens of the micro-batch over all context-parallel ranks, ``N`` its documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan.sharding import Sharding, rank_layout
+from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice
+
+Name: TypeAlias = tuple[tuple[int, int], int, str, int]
+"""A state's document, layer, kind and the token before which it stands."""
+
+
+@dataclass(frozen=True)
+class ScannedDocuments:
+    """The documents of a micro-batch, of all context-parallel ranks: each rank scans all tokens,
+    with its share of the heads.
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each, padding last."""
+    ends: torch.Tensor
+    """``[N + 1]`` int64: where each begins, and where the last one ends."""
+    numbers: torch.Tensor
+    """``[T]`` int32: each token's document."""
+    order: torch.Tensor | None = None
+    """``[T]`` int64: which of the tokens, rank by rank, stand where in documents; None on one
+    rank."""
+    back: torch.Tensor | None = None
+    """``[T]`` int64: the way back."""
+    cut: KVSlice | None = None
+    """The slice that the first document is, if it is one."""
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], cp_size: int, sharding: Sharding, cut: KVSlice | None
+    ) -> ScannedDocuments:
+        """On the host."""
+        order = back = None
+        if cp_size > 1:
+            layouts = (rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size))
+            tokens: npt.NDArray[np.int64] = np.concatenate([own.tokens for own in layouts])
+            order, back = torch.from_numpy(np.argsort(tokens)), torch.from_numpy(tokens)
+        ends = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int64))
+        numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+        return cls(tuple(lengths), ends, numbers, order, back, cut)
+
+    @cached_property
+    def ends_on_host(self) -> torch.Tensor:
+        """:attr:`ends`, which kernels would else have to wait for."""
+        return torch.tensor(np.append(0, np.cumsum(self.lengths)))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A layer's pass over a micro-batch."""
+
+    documents: ScannedDocuments
+    layer: int
+
+    def initial(
+        self, kind: str, anchor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """``[N, *shape]``: the state that each document begins with; None where all are zero.
+
+        ``anchor`` is an input with a gradient. Raises :class:`PlanError` where the slice before has
+        left none.
+        """
+        cut = self.documents.cut
+        if cut is None or not self.takes:
+            return None
+        take: Any = _Take.apply
+        own: torch.Tensor = take(anchor, cut, self._name(kind, cut.start))
+        others = own.new_zeros(len(self.documents.lengths) - 1, *shape)
+        return torch.cat([own[None].to(dtype), others.to(dtype)])
+
+    @property
+    def takes(self) -> bool:
+        """Whether this slice takes a state of the one before."""
+        cut = self.documents.cut
+        return cut is not None and cut.start > 0
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the next slice takes this one's state."""
+        cut = self.documents.cut
+        return cut is not None and cut.stop < cut.length
+
+    def left(self, kind: str, out: torch.Tensor, final: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``out``, once the state behind the slice is kept for the next one, if there is one."""
+        cut = self.documents.cut
+        if cut is None or not self.leaves:
+            return out
+        give: Any = _Give.apply
+        kept: torch.Tensor = give(out, final(), cut, self._name(kind, cut.stop))
+        return kept
+
+    def _name(self, kind: str, row: int) -> Name:
+        assert self.documents.cut is not None
+        return self.documents.cut.document, self.layer, kind, row
+
+
+class _Take(torch.autograd.Function):
+    """The state that the slice before has left; its gradient goes back there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, cut: KVSlice, name: Name) -> torch.Tensor:
+        ctx.store, ctx.name = cut.store, name
+        states = cut.store.states
+        if name not in states:
+            raise PlanError(
+                f"rows {cut.start} to {cut.stop} of document {cut.document} run in layer "
+                f"{name[1]}, where the slice before has left no state; slices run forward first to "
+                "last, and then backward last to first"
+            )
+        return states.pop(name) if cut.store.forward_only else states[name].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.store.state_grads[ctx.name] = grad
+        del ctx.store.states[ctx.name]
+        return None, None, None
+
+
+class _Give(torch.autograd.Function):
+    """Leaves a state; in backward takes the gradient that the next slice has left."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, state: torch.Tensor, cut: KVSlice, name: Name
+    ) -> torch.Tensor:
+        ctx.store, ctx.name = cut.store, name
+        if name not in cut.store.state_grads:  # else this slice is computed again, behind the next
+            cut.store.states[name] = state.detach()
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        if ctx.name not in ctx.store.state_grads:
+            document, layer, _, row = ctx.name
+            raise PlanError(
+                f"the slice of document {document} before row {row} runs backward in layer "
+                f"{layer}, but the next one has left no gradient; slices run backward last to first"
+            )
+        return grad, ctx.store.state_grads.pop(ctx.name), None, None
+
+
+_scan: Scan | None = None
+
+
+@contextlib.contextmanager
+def scanning(documents: ScannedDocuments | None, layer: int) -> Iterator[None]:
+    """Functions of a layer inside know its documents (:func:`present`).
+
+    Raises :class:`PlanError` without any.
+    """
+    global _scan
+    if documents is None:
+        raise PlanError(
+            f"layer {layer} was called without the micro-batch's documents; the model must be run "
+            "by megatron-wlb's forward step"
+        )
+    before, _scan = _scan, Scan(documents, layer)
+    try:
+        yield
+    finally:
+        _scan = before
+
+
+def present() -> Scan | None:
+    """The pass of the layer that runs, if it is one that scans documents."""
+    return _scan
+
+
+def in_documents(original: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """Megatron's ``_undo_attention_load_balancing``: the plan's shards, put in order."""
+    return _ordered(original, "order", tensor, *args, **named)
+
+
+def in_shards(original: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """Megatron's ``_redo_attention_load_balancing``: the way back."""
+    return _ordered(original, "back", tensor, *args, **named)
+
+
+def _ordered(
+    original: Any, way: str, tensor: torch.Tensor, *args: Any, **named: Any
+) -> torch.Tensor:
+    if _scan is None:
+        made: torch.Tensor = original(tensor, *args, **named)
+        return made
+    index: torch.Tensor | None = getattr(_scan.documents, way)
+    return tensor if index is None else tensor.index_select(0, index)
