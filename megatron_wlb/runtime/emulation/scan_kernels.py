@@ -24,7 +24,9 @@ def install_scans(patches: PatchSet) -> None:
         "chunk_gated_delta_rule": chunk_gated_delta_rule,
         "l2norm": l2norm,
     }
-    for module in (gated_delta_net, *map(gated_delta_net.__dict__.get, ("common", "gdn"))):
+    # One module up to 0.18.
+    modules = (getattr(gated_delta_net, name, gated_delta_net) for name in ("common", "gdn"))
+    for module in (gated_delta_net, *modules):
         for name, value in kernels.items():
             if hasattr(module, name):
                 patches.replace(module, name, value)

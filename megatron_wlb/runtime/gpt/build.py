@@ -51,9 +51,9 @@ from megatron_wlb.runtime.gpt.attention.head_start import least_bytes
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
-from megatron_wlb.runtime.gpt.gated_delta import DocumentGatedDeltaNet
+from megatron_wlb.runtime.gpt.delta_net import DocumentGatedDeltaNet
 from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of
-from megatron_wlb.runtime.gpt.mamba import DocumentMambaMixer
+from megatron_wlb.runtime.gpt.mamba_mixer import DocumentMambaMixer
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
 from megatron_wlb.runtime.gpt.prediction import complete_layers

@@ -4,7 +4,7 @@ The layer is Megatron's own, but for its one kernel, which looks up the micro-ba
 (:mod:`megatron_wlb.runtime.gpt.states`). It takes whole documents in one call. The kernels of
 ``mamba_ssm`` take no state beside packed documents and give back the last document's alone. So a
 slice that takes or leaves a state is a call of its own, of the convolution and the scan one by one.
-Context parallelism is as in :mod:`megatron_wlb.runtime.gpt.gated_delta`.
+Context parallelism is as in :mod:`megatron_wlb.runtime.gpt.delta_net`.
 
 Legend: ``T`` tokens over all context-parallel ranks, ``n`` those of the slice, ``H`` heads of ``P``
 numbers on this rank, ``N`` numbers of a state a channel, ``C`` channels of the convolution, ``W``
