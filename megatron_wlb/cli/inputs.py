@@ -379,6 +379,8 @@ def asked(args: argparse.Namespace) -> Model:
     vpp_size = found.get("num_virtual_stages_per_pipeline_rank")
     same = pp_size == p.pipeline_model_parallel_size and vpp_size in (None, p.vpp_size)
     split = SPLIT if found.keys() & SPLIT or not same else {}
+    if split and (pattern := p.split.pattern):
+        split = split | {"hybrid_layer_pattern": pattern.uncut}
     config = from_flat(model.config.flat() | reference | split | found)
     if vpp_size is not None:  # a layout of other stages is an error
         config.parallel.split.uneven(config.model.num_layers, pp_size, vpp_size)

@@ -115,6 +115,11 @@ class ModelShape:
         return self.layers or ((self.num_layers, self.layer),)
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether its layers are a HybridModel's, of one part each."""
+        return all(len(layer.parts) == 1 for _, layer in self.runs)
+
+    @property
     def all_runs(self) -> Runs:
         """All layers, and behind them those that predict further ahead."""
         return self.runs + self.predictors

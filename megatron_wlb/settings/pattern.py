@@ -65,6 +65,11 @@ class HybridPattern:
         return cls(tuple(main.split("|")), depths[0] if depths else "", len(depths))
 
     @property
+    def uncut(self) -> str:
+        """The pattern without stages."""
+        return self.layers + f"/{self.ahead}" * self.depths
+
+    @property
     def layers(self) -> str:
         """Symbols of all layers of the model, without those that predict further ahead."""
         return "".join(self.segments)

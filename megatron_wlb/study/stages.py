@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ def balanced_layers(
 
     Of ranks that are as fast, the later gets a layer more, as fewer micro-batches are in flight
     there. Every rank between the first and the last has at least one. Unlike layers count as their
-    mean.
+    mean, but for a HybridModel's: there no stage takes longer than it must.
     """
     undivided = replace(layout, pp_size=1, vpp_size=1, group_size=None, stage_layers=None)
     model = AnalyticModel(shape, Execution(undivided, recompute), hardware)
@@ -31,6 +32,10 @@ def balanced_layers(
     ends_us = [0.0] * layout.num_stages
     ends_us[0] = model.stage_cost(Stage((), first=True, last=False)).total_us(lengths)
     ends_us[-1] += model.stage_cost(Stage((), first=False, last=True)).total_us(lengths)
+    if shape.is_hybrid:
+        each = {id(layer): model.stage_cost(Stage(((1, layer),), False, False)).total_us(lengths)
+                for _, layer in shape.runs}  # fmt: skip
+        return _cut([each[id(layer)] for num, layer in shape.runs for _ in range(num)], ends_us)
     layers = [0] * layout.num_stages
 
     def rank_us(rank: int) -> tuple[bool, float, int]:
@@ -46,3 +51,33 @@ def balanced_layers(
         rank = min(range(layout.pp_size), key=rank_us)
         layers[min(range(rank, layout.num_stages, layout.pp_size), key=chunk_us)] += 1
     return tuple(layers)
+
+
+def _cut(layers_us: Sequence[float], ends_us: Sequence[float]) -> tuple[int, ...]:
+    """Layers of each stage, in order, such that the slowest stage is as fast as can be; ``ends_us``
+    are what stages have besides.
+    """
+
+    def filled(limit_us: float) -> list[int]:
+        counts, at = [], 0
+        for stage, end_us in enumerate(ends_us):
+            left = len(ends_us) - 1 - stage  # each of which needs a layer, if there are as many
+            begin, us = at, end_us
+            while at < len(layers_us) - left and (
+                at == begin or us + layers_us[at] <= limit_us or not left
+            ):
+                us += layers_us[at]
+                at += 1
+            counts.append(at - begin)
+            slowest[0] = max(slowest[0], us)
+        return counts
+
+    low, high = 0.0, sum(layers_us) + sum(ends_us)
+    best: tuple[float, list[int]] = math.inf, []
+    for _ in range(40):
+        slowest = [0.0]
+        middle = (low + high) / 2
+        counts = filled(middle)
+        best = min(best, (slowest[0], counts))
+        low, high = (low, middle) if slowest[0] <= middle else (middle, high)
+    return tuple(best[1])

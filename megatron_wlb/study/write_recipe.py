@@ -18,7 +18,7 @@ import yaml
 from megatron_wlb.cost.shape import ModelShape, Recompute
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.layer_patterns import pattern_of
+from megatron_wlb.planning.layer_patterns import hybrid_pattern, pattern_of
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
@@ -31,7 +31,7 @@ from megatron_wlb.settings.config import (
     table,
 )
 from megatron_wlb.settings.recipe import quoted
-from megatron_wlb.settings.split import LAYOUT, split_of
+from megatron_wlb.settings.split import LAYOUT, PipelineSplit, split_of
 
 Value: TypeAlias = bool | int | float | str | list[str | int]
 Flags: TypeAlias = Mapping[str, Value]
@@ -146,7 +146,12 @@ def _value(value: Any) -> Any:
 def layout_settings(run: Run) -> dict[str, Any]:
     """How the model is divided, and what is recomputed."""
     p, shape = run.parallelism, run.shape
-    split = split_of(p.layers_of_stages(shape), p.vpp_size, shape.num_ahead)
+    if shape.is_hybrid:  # its pattern has VPP in it
+        pattern = hybrid_pattern(shape, p.layers_of_stages(shape))
+        split, has_vpp = PipelineSplit(hybrid_layer_pattern=pattern), True
+    else:
+        split = split_of(p.layers_of_stages(shape), p.vpp_size, shape.num_ahead)
+        has_vpp = split.has_layout
     return {
         "tensor_model_parallel_size": p.tp_size,
         "context_parallel_size": p.cp_size,
@@ -155,7 +160,7 @@ def layout_settings(run: Run) -> dict[str, Any]:
         "expert_tensor_parallel_size": p.expert_tp_size if shape.experts else None,
         "sequence_parallel": p.sequence_parallel,
         "num_virtual_stages_per_pipeline_rank": (
-            p.vpp_size if p.vpp_size > 1 and not split.has_layout else None  # which has VPP in it
+            p.vpp_size if p.vpp_size > 1 and not has_vpp else None
         ),
         **asdict(split),
         "use_distributed_optimizer": True,

@@ -50,6 +50,11 @@ LATENTS = EXPERTS | {
     "moe_router_group_topk": 2, "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+HYBRID = {name: value for name, value in EXPERTS.items() if name != "moe_layer_freq"} | {
+    "num_layers": 8, "hybrid_layer_pattern": "*EG-M-*E/*E", "mtp_num_layers": 1,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64, "mamba_num_heads": 16, "mamba_state_dim": 32,
+}  # fmt: skip
 OTHERS = {
     "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True,
     "window_size": "511,0", "window_attn_skip_freq": "2", "hidden_dropout": 0.2,
@@ -123,10 +128,10 @@ def test_command_and_recipe_are_those_of_the_best(plan) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [LLAMA, EXPERTS, LATENTS, LLAMA | OTHERS, STOCK, SIZES | {"learned_positions": 4096},
+    [LLAMA, EXPERTS, HYBRID, LATENTS, LLAMA | OTHERS, STOCK, SIZES | {"learned_positions": 4096},
      SIZES | {"latent": {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 64,
                          "qk_pos_emb_head_dim": 32, "v_head_dim": 64}, "kv_channels": 96}],
-    ids=["llama", "experts", "latents", "others", "stock", "learned", "sizes of latents"],
+    ids=["llama", "experts", "hybrid", "latents", "others", "stock", "learned", "sizes of latents"],
 )  # fmt: skip
 def test_command_and_recipe_make_the_model_that_was_planned(model: dict[str, Any], wlb) -> None:
     """As the launcher reads them, which has Megatron's defaults."""

@@ -53,6 +53,23 @@ def test_no_other_division_has_a_faster_slowest_rank(layout: Parallelism) -> Non
     assert found[-1] == min(found) < max(found)
 
 
+def test_stages_of_a_hybrid_are_cut_by_what_each_layer_takes() -> None:
+    """No other cut has a faster slowest stage."""
+    flags = "--hidden-size 256 --num-attention-heads 4 --hybrid-layer-pattern"
+    shape = model_shape(parse([*flags.split(), "M-*-G*M--*"]), 2000)
+    layout = Parallelism(pp_size=3)
+    found = balanced_layers(shape, H100, layout, Recompute(), [50_000, 700])
+    cuts = itertools.combinations(range(1, shape.num_layers), 2)
+
+    def slowest(layers: tuple[int, ...]) -> float:
+        unlike = replace(layout, stage_layers=layers)
+        costs = AnalyticModel(shape, Execution(unlike), H100).stage_costs()
+        return max(cost.total_us([50_000, 700]) for cost in costs)
+
+    best = min(slowest((a, b - a, shape.num_layers - b)) for a, b in cuts)
+    assert slowest(found) == pytest.approx(best, rel=1e-6)
+
+
 def test_ranks_between_the_ends_have_a_layer() -> None:
     few = replace(SHAPE, num_layers=3, vocab_size=128)
     layout = Parallelism(pp_size=4)
