@@ -190,7 +190,7 @@ def test_weights_without_the_optimizer_s_state_need_no_fused_adam(
 def stopped(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Flags]:
     """A folder with a checkpoint after step 2 of four, the losses of all, and the flags."""
     folder = tmp_path_factory.mktemp("stopped")
-    flags = BOTH | HELD | {"data_path": corpus, "train_iters": 4, "ckpt_format": "torch"}
+    flags = BOTH | HELD | {"data_path": corpus, "train_iters": 4}
     flags |= {"wlb_look_ahead": 2}  # documents of later steps are among the packer's state
     finish(launch(folder, 1, flags | {"save": "ck", "save_interval": 2, "wlb_metrics": "all"}))
     return folder, flags | {"load": "ck", "ckpt_step": 2}
