@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,9 +106,8 @@ def chunk_gated_delta_rule(
         if initial_state is not None:
             state = initial_state[number]
         rows = []
-        for chunk in zip(*(t.split(CHUNK, 1) for t in (query, key, value, gate, weight)),
-                         strict=True):  # fmt: skip
-            out, state = _chunk(*chunk, state)
+        for q_, k_, v_, g_, beta_ in _chunks(query, key, value, gate, weight):
+            out, state = _chunk(q_, k_, v_, g_, beta_, state)
             rows.append(out)
         outs.append(torch.cat(rows, 1).transpose(0, 1))
         states.append(state)
@@ -148,7 +149,13 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
 
 def _documents(tensor: torch.Tensor, ends: torch.Tensor | None) -> list[torch.Tensor]:
     """The documents of a tensor ``[1, T, …]``."""
-    return list(tensor[0].split(tensor.shape[1] if ends is None else ends.diff().tolist()))
+    lengths = tensor.shape[1] if ends is None else ends.diff().tolist()
+    return list(torch.split(tensor[0], lengths))
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """So many tokens of each at once."""
+    return zip(*(torch.split(tensor, CHUNK, 1) for tensor in tensors), strict=True)
 
 
 class RMSNormGated(torch.nn.Module):
@@ -163,7 +170,7 @@ class RMSNormGated(torch.nn.Module):
         self.eps, self.group_size = eps, group_size or hidden_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        groups = x.float().unflatten(-1, (-1, self.group_size))
+        groups = x.float().reshape(*x.shape[:-1], -1, self.group_size)
         scaled = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return (scaled.flatten(-2) * self.weight).to(x.dtype)
 
@@ -208,9 +215,7 @@ def mamba_chunk_scan_combined(
     if initial_states is not None:
         state = initial_states[0]
     outs = []
-    for value, size, key, query in zip(
-        *(t.split(CHUNK, 1) for t in (rows, step, keys, queries)), strict=True
-    ):
+    for value, size, key, query in _chunks(rows, step, keys, queries):
         g = (size * A[:, None]).cumsum(-1)
         decay = (g[:, :, None] - g[:, None]).tril().exp().tril()
         weighted = value * size[..., None]
@@ -243,14 +248,16 @@ def mamba_split_conv1d_scan_combined(
     heads, channels = len(dt_bias), len(weight)
     inner = zxbcdt.shape[-1] - channels - heads
     size = zxbcdt.shape[1]
-    lengths = [size] if seq_idx is None else seq_idx[0].unique_consecutive(return_counts=True)[1]
+    ends = [size]
+    if seq_idx is not None:
+        ends = [*(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), size]
     outs = []
-    for rows in zxbcdt[0].split([int(n) for n in lengths]):
-        z, convolved, dt = rows[None].split([inner, channels, heads], -1)
+    for begin, end in itertools.pairwise([0, *ends]):
+        z, convolved, dt = torch.split(zxbcdt[:, begin:end], [inner, channels, heads], -1)
         out, _none = causal_conv1d(convolved, weight, bias, activation)
-        x, b, c = out.split([inner, *[(channels - inner) // 2] * 2], -1)
-        x, z = (t.unflatten(-1, (heads, -1)) for t in (x, z))
-        b, c = (t.unflatten(-1, (ngroups, -1)) for t in (b, c))
+        x, b, c = torch.split(out, [inner, *[(channels - inner) // 2] * 2], -1)
+        x, z = (t.reshape(*t.shape[:-1], heads, -1) for t in (x, z))
+        b, c = (t.reshape(*t.shape[:-1], ngroups, -1) for t in (b, c))
         y = mamba_chunk_scan_combined(x, dt, A, b, c, chunk_size, D, z, dt_bias)
         outs.append(y.flatten(2))
     return torch.cat(outs, 1)

@@ -42,7 +42,7 @@ class DocumentGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
             )
         kwargs.pop("cp_comm_type", None)  # which layers are given, and 0.18 does not take
         super().__init__(config, *args, **kwargs)
-        rule = self.gated_delta_rule
+        rule = vars(self)["gated_delta_rule"]
         self.gated_delta_rule = lambda *args, **kwargs: _rule(rule, *args, **kwargs)
         install()
 

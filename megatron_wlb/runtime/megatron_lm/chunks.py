@@ -99,9 +99,9 @@ def packed(spec: Any, options: AttentionOptions) -> Any:
         return dataclasses.replace(spec, layer_specs=layers)
     stack = getattr(spec, "submodules", None)
     if isinstance(stack, HybridStackSubmodules):
-        layers = that_mix(stack).items()
+        mixing = that_mix(stack).items()
         return with_layers(
-            spec, {name: with_document_attention(of, options) for name, of in layers}
+            spec, {name: with_document_attention(of, options) for name, of in mixing}
         )
     return with_document_attention(copy.deepcopy(spec), options)
 
