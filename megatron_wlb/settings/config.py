@@ -360,7 +360,7 @@ def from_flat(values: dict[str, Any]) -> Config:
         values = {**values, "num_layers": len(pattern.layers)}
         if pattern.depths:
             values["mtp_num_layers"] = pattern.depths
-        if LATENT in pattern.layers:
+        if LATENT in pattern.layers + pattern.ahead:
             values["multi_latent_attention"] = True
     groups = {}
     for name, group in groups_of_settings().items():

@@ -96,6 +96,12 @@ FEATURES: dict[str, Feature] = {
     "delta-slices": Feature(DELTA | SLICES | EVALUATED | {"hybrid_layer_pattern": "G-*-GG-"}),
     "mamba": Feature(MAMBA | {"hybrid_layer_pattern": "M-*M-M-"}),
     "mamba-slices": Feature(MAMBA | SLICES | EVALUATED | {"hybrid_layer_pattern": "M-*M-M-"}),
+    # Stacks of depths count their layers from 1, as the decoder does.
+    "states-ahead-slices": Feature(
+        DELTA | MAMBA | SLICES | EVALUATED | {"hybrid_layer_pattern": "G-*-M-/GM/GM"},
+        ("mtp_1 loss", "mtp_2 loss"),
+    ),
+    "no-attention-slices": Feature(MAMBA | SLICES | {"hybrid_layer_pattern": "M-M-"}),
     "hybrid-experts": Feature(
         EXPERTS | {"hybrid_layer_pattern": "*E*-E/E*", "untie_embeddings_and_output_weights": True},
         (*BALANCE, "mtp_1 loss"),
@@ -199,6 +205,9 @@ CASES = [
     further("mamba-slices", 2, CP2 | RECOMPUTED),
     further("mamba-slices", 2, TP2_SP),
     further("mamba-slices", 2, DP2),
+    ("states-ahead-slices", 2, PP2 | cut("G-*-|M-/GM/GM")),
+    further("states-ahead-slices", 2, CP2 | RECOMPUTED),
+    further("no-attention-slices", 2, PP2 | cut("M-|M-")),
     ("hybrid-experts", 4, EP2 | PP2 | cut("*E*|-E/E*")),
     further("hybrid-experts", 2, CP2 | RECOMPUTED),
     further("hybrid-latents-slices", 2, PP2 | cut("+-|++-")),

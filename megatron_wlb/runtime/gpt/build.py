@@ -407,14 +407,13 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
     ``saved`` is what the loaded checkpoint says, None without one. A resumed run takes its kernel,
     since another one gives other bits: times at start may order kernels otherwise than before. A
     kernel that was asked for stays. So does the present one, with a warning, where the
-    checkpoint's cannot run.
+    checkpoint's cannot run. A model without attention has none: "".
     """
     layers = _document_layers(model)
     # A pipeline stage may have none.
-    present: str = next(
-        filter(None, of_all_ranks(layers[0].options.kernel_name if layers else None))
-    )
-    if saved in (None, present) or config.wlb.wlb_attention_kernel != "auto":
+    names = of_all_ranks(layers[0].options.kernel_name if layers else None)
+    present: str = next(filter(None, names), "")
+    if saved in (None, present) or not present or config.wlb.wlb_attention_kernel != "auto":
         return present
     try:
         options = attention_options(config, model.config, lambda _, d: choose_kernel(saved, d))

@@ -94,7 +94,7 @@ def _convolution(original: Any, x: torch.Tensor, weight: torch.Tensor, **named: 
     out, _ = original(x=x, weight=weight, **named)
 
     def final() -> torch.Tensor:
-        rows = x[0, : scan.documents.lengths[0]].t()
+        rows = x[0, : scan.documents.lengths[0]][-taps:].t()
         before = rows.new_zeros(channels, taps) if initial is None else initial[0]
         return torch.cat([before, rows], dim=1)[:, -taps:]
 

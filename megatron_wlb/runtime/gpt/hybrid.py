@@ -72,6 +72,12 @@ def has_states(gpt: Any) -> bool:
     return any(getattr(_mixer(layer), "by_document", False) for layer in layers_of(gpt))
 
 
+def scanning_ahead(gpt: Any) -> list[Any]:
+    """What carries a state through documents in the layers that predict further on, in order."""
+    mixers = map(_mixer, layers_of(gpt)[len(gpt.decoder.layers) :])
+    return [mixer for mixer in mixers if getattr(mixer, "by_document", False)]
+
+
 def has_attention(layer: Any) -> bool:
     return hasattr(_mixer(layer), "core_attention")
 

@@ -118,15 +118,15 @@ def _slice(
     head_dim = D.shape[1] if headdim is None else headdim
     inner = num_heads * head_dim
     gate, convolved, dt = torch.split(rows, [inner, channels, num_heads], dim=-1)
-    before = scan.initial("convolution", rows, (taps - 1, channels), rows.dtype)
-    halo = rows.new_zeros(taps - 1, channels) if before is None else before[0]
+    before = scan.taken("convolution", rows)
+    halo = rows.new_zeros(taps - 1, channels) if before is None else before
     whole = torch.cat([halo[None], convolved], dim=1)
     out = mamba_mixer.causal_conv1d_fn(
         whole.transpose(1, 2), weight, bias, activation=activation
     ).transpose(1, 2)[:, taps - 1 :]
     x, b, c = torch.split(out, [inner, *[(channels - inner) // 2] * 2], dim=-1)
     states = b.shape[-1] // ngroups
-    initial = scan.initial("scan", rows, (num_heads, head_dim, states), torch.float32)
+    initial = scan.taken("scan", rows)
     y, final = mamba_mixer.mamba_chunk_scan_combined(
         x.reshape(*x.shape[:-1], num_heads, head_dim),
         dt,
@@ -137,7 +137,7 @@ def _slice(
         D=D,
         z=gate.reshape(*gate.shape[:-1], num_heads, head_dim),
         dt_bias=dt_bias,
-        initial_states=None if initial is None else initial[:1],
+        initial_states=None if initial is None else initial[None],
         dt_softplus=True,
         return_final_states=True,
         **dtype,

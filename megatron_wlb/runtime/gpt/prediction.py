@@ -30,7 +30,7 @@ from megatron.core.transformer.multi_token_prediction import (
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.gpt.hybrid import attentions_of, has_attention
+from megatron_wlb.runtime.gpt.hybrid import attentions_of, has_attention, scanning_ahead
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,12 @@ def complete_layers(gpt: Any) -> None:
     """Mends what Megatron builds of prediction layers, before weights are wrapped, and lets them
     look up what they take (:func:`install`).
 
-    Attention counts on after the decoder's layers: some versions begin anew, and slices of
-    documents keep keys by these numbers. The last of several stages has a copy of tied embeddings,
-    which the LM head takes too. There Megatron gives the head a weight that nobody uses, no
-    checkpoint can be saved with, and no gradient comes for; and where matrix products add to the
-    gradients, it would leave out the embedding's part.
+    Attention counts on after the decoder's layers, and so do layers that carry states: stacks and
+    some versions begin anew, and slices of documents keep keys and states by these numbers. The
+    last of several stages has a copy of tied embeddings, which the LM head takes too. There
+    Megatron gives the head a weight that nobody uses, no checkpoint can be saved with, and no
+    gradient comes for; and where matrix products add to the gradients, it would leave out the
+    embedding's part.
     """
     if not getattr(gpt, "mtp_process", False):
         return
@@ -193,3 +194,5 @@ def complete_layers(gpt: Any) -> None:
     further = attentions_of(gpt)[len([one for one in gpt.decoder.layers if has_attention(one)]) :]
     for number, attention in enumerate(further, start=first):
         attention.core_attention.layer_number = number
+    for number, mixer in enumerate(scanning_ahead(gpt), start=first):
+        mixer.layer_number = number

@@ -81,6 +81,17 @@ class Scan:
     ) -> torch.Tensor | None:
         """``[N, *shape]``: the state that each document begins with; None where all are zero.
 
+        ``anchor`` and errors are as in :meth:`taken`.
+        """
+        own = self.taken(kind, anchor)
+        if own is None:
+            return None
+        others = own.new_zeros(len(self.documents.lengths) - 1, *shape, dtype=dtype)
+        return torch.cat([own[None].to(dtype), others])
+
+    def taken(self, kind: str, anchor: torch.Tensor) -> torch.Tensor | None:
+        """The state that the slice begins with; None where that is zero.
+
         ``anchor`` is an input with a gradient. Raises :class:`PlanError` where the slice before has
         left none.
         """
@@ -89,8 +100,7 @@ class Scan:
             return None
         take: Any = _Take.apply
         own: torch.Tensor = take(anchor, cut, self._name(kind, cut.start))
-        others = own.new_zeros(len(self.documents.lengths) - 1, *shape)
-        return torch.cat([own[None].to(dtype), others.to(dtype)])
+        return own
 
     @property
     def takes(self) -> bool:
@@ -135,7 +145,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        ctx.store.state_grads[ctx.name] = grad
+        ctx.store.state_grads[ctx.name] = grad.clone()  # of one document, not a view of all
         del ctx.store.states[ctx.name]
         return None, None, None
 
@@ -149,7 +159,7 @@ class _Give(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.store, ctx.name = cut.store, name
         if name not in cut.store.state_grads:  # else this slice is computed again, behind the next
-            cut.store.states[name] = state.detach()
+            cut.store.states[name] = state.detach().clone()  # likewise
         return out.view_as(out)
 
     @staticmethod

@@ -1,0 +1,57 @@
+"""What slices of a document hand on keeps memory of its own, and no more than it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
+from megatron_wlb.runtime.gpt.states import Scan, ScannedDocuments
+
+LENGTH, OTHERS, SHAPE = 8, (5, 3, 2), (4, 3)
+
+
+@pytest.fixture
+def store() -> SliceStore:
+    return SliceStore()
+
+
+@pytest.fixture
+def scans(store: SliceStore) -> Iterator[Scan]:
+    """Both slices of a document, each before others."""
+
+    def scan(start: int, stop: int) -> Scan:
+        cut = KVSlice(store, (0, 0), start, stop, LENGTH)
+        lengths = stop - start, *OTHERS
+        return Scan(ScannedDocuments.of(lengths, 1, Sharding("per-document"), cut), 1)
+
+    return map(scan, (0, LENGTH // 2), (LENGTH // 2, LENGTH))
+
+
+def test_states_and_their_gradients_are_of_one_document(
+    store: SliceStore, scans: Iterator[Scan]
+) -> None:
+    """Kernels make those of all documents at once. And a state may be a part of what a pass saves,
+    whose memory is emptied where a micro-batch waits in the host's.
+    """
+    first, second = scans
+    anchor = torch.ones((), requires_grad=True)
+    states = anchor * torch.arange(12.0).view(SHAPE).expand(1 + len(OTHERS), *SHAPE)
+    out = first.left("scan", anchor * 2, lambda: states[0])
+    (kept,) = store.states.values()
+    size = kept.numel() * kept.element_size()
+    assert kept.untyped_storage().nbytes() == size
+    assert kept.untyped_storage().data_ptr() != states.untyped_storage().data_ptr()
+    initial = second.initial("scan", anchor, SHAPE, torch.float32)
+    assert initial is not None and initial.shape == states.shape
+    assert torch.equal(initial[0], states[0]) and not initial[1:].any()
+    initial.square().sum().backward()
+    (grad,) = store.state_grads.values()
+    assert grad.untyped_storage().nbytes() == size
+    assert torch.equal(grad, 2 * states[0]) and not store.states
+    out.backward()
+    assert anchor.grad == 2 + 2 * states[0].square().sum()
+    assert not store.state_grads
