@@ -194,7 +194,7 @@ def _sections(found: Search, model: Model) -> dict[str, recipe.Flags]:
     balance = recipe.balance_settings(run, outcome.setting, model.config.wlb)
     return {
         **model.flags,
-        "Layout": recipe.flags_of(recipe.layout_settings(run)),
+        "Layout": recipe.flags_of(recipe.layout_settings(run, model.config.parallel.split.pattern)),
         "Batch": model.batch_flags(run.num_micro_batches),
         "Workload balance": recipe.flags_of(balance),
     }
