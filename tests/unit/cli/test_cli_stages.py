@@ -152,3 +152,8 @@ def test_plan_says_a_hybrid_models_layers_and_stages(wlb, hybrid, pp_size, vpp_s
     assert not any("pipeline-num-layers" in flag or "layout" in flag for flag in flags)
     said = settings_of(read_recipe("found.yaml", {}).arguments).parallel
     assert said.hybrid_layer_pattern == flags["--hybrid-layer-pattern"]
+
+
+def test_strategies_of_a_hybrid_model_are_refused_at_once(wlb, hybrid) -> None:
+    said = wlb.refusal("plan --distribution reference --num-devices 4 --strategies --model", hybrid)
+    assert said.startswith("--strategies is for a GPT") and "leave it out" in said
