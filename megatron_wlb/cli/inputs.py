@@ -207,9 +207,10 @@ class Job:
         run = on_gpus(config, vocab_size, self._replicas(number))
         cost = self.config.wlb.wlb_cost
         if cost == "measured":
+            says = "--cost" if "wlb_cost" in given(self.args) else f"--model {self.args.model}"
             raise ConfigError(
-                f"--model {self.args.model} asks for a cost that is measured in training; leave "
-                "wlb_cost out, or give --cost FILE"
+                f"{says} asks for a cost that is measured in training; leave it out, or give "
+                "--cost FILE"
             )
         if cost == "analytic":
             return run
@@ -379,8 +380,8 @@ def asked(args: argparse.Namespace) -> Model:
     vpp_size = found.get("num_virtual_stages_per_pipeline_rank")
     same = pp_size == p.pipeline_model_parallel_size and vpp_size in (None, p.vpp_size)
     split = SPLIT if found.keys() & SPLIT or not same else {}
-    if split and (pattern := p.split.pattern):
-        split = split | {"hybrid_layer_pattern": pattern.uncut}
+    if split and p.split.pattern is not None:  # which says what the layers are, too
+        split = {**split, "hybrid_layer_pattern": p.split.pattern.divided()}
     config = from_flat(model.config.flat() | reference | split | found)
     if vpp_size is not None:  # a layout of other stages is an error
         config.parallel.split.uneven(config.model.num_layers, pp_size, vpp_size)

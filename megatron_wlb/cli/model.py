@@ -104,6 +104,8 @@ class Model:
         model, beside = map(flags_of, told(self.config, self.written))
         # What Megatron takes with --swiglu where it is not given is not what a settings file means.
         model = {**model, "--ffn-hidden-size": self.shape.ffn_hidden_size}
+        if self.config.parallel.hybrid_layer_pattern is not None:  # which Megatron counts
+            model.pop("--num-layers", None)
         return {"Model": model, "As --model says": {**beside, **flags_beside(self.words)}}
 
     def batch_flags(self, num_windows: int, *, bits: bool = True) -> Flags:

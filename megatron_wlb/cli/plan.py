@@ -124,6 +124,10 @@ def _run(args: argparse.Namespace) -> int:
             f"--model {args.model} has --position-embedding-type yarn, which no run with "
             "--wlb-packing takes, as positions are by document; use rope, learned_absolute or none"
         )
+    if args.strategies and config.parallel.hybrid_layer_pattern is not None:
+        raise ConfigError(
+            f"--strategies is for a GPT, but --model {args.model} is a HybridModel; leave it out"
+        )
     documents = inputs.source(args, config)
     space = _space(args, model)
     job = inputs.Job(args, model, space.num_micro_batches, documents)
@@ -194,7 +198,7 @@ def _sections(found: Search, model: Model) -> dict[str, recipe.Flags]:
     balance = recipe.balance_settings(run, outcome.setting, model.config.wlb)
     return {
         **model.flags,
-        "Layout": recipe.flags_of(recipe.layout_settings(run)),
+        "Layout": recipe.flags_of(recipe.layout_settings(run, model.config.parallel.split.pattern)),
         "Batch": model.batch_flags(run.num_micro_batches),
         "Workload balance": recipe.flags_of(balance),
     }

@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_wlb.cost.layers import Layer, Part
 from megatron_wlb.cost.model_file import layers_with_experts
-from megatron_wlb.cost.parts import (
-    Attention,
-    Experts,
-    FeedForward,
-    GatedDelta,
-    LatentAttention,
-    Mamba,
-)
+from megatron_wlb.cost.parts import Experts, GatedDelta, Mamba
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_TOKENS, read_pattern, shown
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.megatron import ModelConfig
-from megatron_wlb.settings.pattern import (
-    ATTENTION,
-    DELTA,
-    EXPERTS,
-    LATENT,
-    MAMBA,
-    MLP,
-    HybridPattern,
-)
+from megatron_wlb.settings.pattern import DELTA, EXPERTS, MAMBA, MLP, HybridPattern
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -124,25 +109,6 @@ def with_pattern(shape: ModelShape, model: ModelConfig, pattern: HybridPattern) 
     ahead = Layer(tuple(part(sign, bool(model.window_size)) for sign in pattern.ahead or MLP))
     predictors = ((pattern.depths, ahead),) if pattern.depths else ()
     return dataclasses.replace(slides, layers=runs, predictors=predictors)
-
-
-_SIGNS: dict[type[Part], str] = {
-    Attention: ATTENTION,
-    LatentAttention: LATENT,
-    GatedDelta: DELTA,
-    Mamba: MAMBA,
-    FeedForward: MLP,
-    Experts: EXPERTS,
-}
-
-
-def hybrid_pattern(shape: ModelShape, stage_layers: Sequence[int]) -> str:
-    """The ``--hybrid-layer-pattern`` of a HybridModel with stages of so many layers."""
-    every = "".join(num * _SIGNS[type(layer.parts[0])] for num, layer in shape.runs)
-    ends = itertools.accumulate(stage_layers)
-    stages = "|".join(every[end - num : end] for num, end in zip(stage_layers, ends, strict=True))
-    ahead = (num * f"/{''.join(_SIGNS[type(p)] for p in of.parts)}" for num, of in shape.predictors)
-    return stages + "".join(ahead)
 
 
 def _experts(shape: ModelShape, model: ModelConfig, num_experts: int) -> Experts:

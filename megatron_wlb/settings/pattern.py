@@ -4,6 +4,8 @@ each depth that predicts further ahead, as in ``*-*-|*E*E/*E``.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_wlb.errors import ConfigError
@@ -65,11 +67,14 @@ class HybridPattern:
         return cls(tuple(main.split("|")), depths[0] if depths else "", len(depths))
 
     @property
-    def uncut(self) -> str:
-        """The pattern without stages."""
-        return self.layers + f"/{self.ahead}" * self.depths
-
-    @property
     def layers(self) -> str:
         """Symbols of all layers of the model, without those that predict further ahead."""
         return "".join(self.segments)
+
+    def divided(self, stage_layers: Sequence[int] = ()) -> str:
+        """The pattern with stages of so many layers; one that does not say where they begin where
+        none are given.
+        """
+        ends = [0, *itertools.accumulate(stage_layers or [len(self.layers)])]
+        stages = (self.layers[first:last] for first, last in itertools.pairwise(ends))
+        return "/".join(["|".join(stages), *[self.ahead] * self.depths])

@@ -18,7 +18,7 @@ import yaml
 from megatron_wlb.cost.shape import ModelShape, Recompute
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.layer_patterns import hybrid_pattern, pattern_of
+from megatron_wlb.planning.layer_patterns import pattern_of
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
@@ -30,6 +30,7 @@ from megatron_wlb.settings.config import (
     script_defaults,
     table,
 )
+from megatron_wlb.settings.pattern import HybridPattern
 from megatron_wlb.settings.recipe import quoted
 from megatron_wlb.settings.split import LAYOUT, PipelineSplit, split_of
 
@@ -143,15 +144,17 @@ def _value(value: Any) -> Any:
     return list(value) if len(value) > 1 else value[0] if value else None
 
 
-def layout_settings(run: Run) -> dict[str, Any]:
-    """How the model is divided, and what is recomputed."""
+def layout_settings(run: Run, pattern: HybridPattern | None = None) -> dict[str, Any]:
+    """How the model is divided, and what is recomputed. A HybridModel's ``pattern`` says its
+    stages, virtual ones too.
+    """
     p, shape = run.parallelism, run.shape
-    if shape.is_hybrid:  # its pattern has VPP in it
-        pattern = hybrid_pattern(shape, p.layers_of_stages(shape))
-        split, has_vpp = PipelineSplit(hybrid_layer_pattern=pattern), True
+    stages = p.layers_of_stages(shape)
+    if pattern is not None:
+        split = PipelineSplit(hybrid_layer_pattern=pattern.divided(stages))
     else:
-        split = split_of(p.layers_of_stages(shape), p.vpp_size, shape.num_ahead)
-        has_vpp = split.has_layout
+        split = split_of(stages, p.vpp_size, shape.num_ahead)
+    own_stages = split.has_layout or pattern is not None  # which have VPP in them
     return {
         "tensor_model_parallel_size": p.tp_size,
         "context_parallel_size": p.cp_size,
@@ -160,7 +163,7 @@ def layout_settings(run: Run) -> dict[str, Any]:
         "expert_tensor_parallel_size": p.expert_tp_size if shape.experts else None,
         "sequence_parallel": p.sequence_parallel,
         "num_virtual_stages_per_pipeline_rank": (
-            p.vpp_size if p.vpp_size > 1 and not has_vpp else None
+            p.vpp_size if p.vpp_size > 1 and not own_stages else None
         ),
         **asdict(split),
         "use_distributed_optimizer": True,

@@ -11,6 +11,7 @@ import yaml
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.planning.from_words import settings_of
+from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.settings.split import PipelineSplit, remedy
 
 SETTINGS = {
@@ -113,3 +114,46 @@ def test_layers_of_a_virtual_stage_count_the_ends() -> None:
     both += "--num-layers-per-virtual-pipeline-stage 1"
     with pytest.raises(ConfigError, match="use --num-virtual-stages-per-pipeline-rank"):
         settings_of(both.split())
+
+
+HYBRID = {
+    "hybrid_layer_pattern": "*-*-|*-*E", "num_experts": 4, "hidden_size": 512, "swiglu": True,
+    "ffn_hidden_size": 1536, "num_attention_heads": 8, "seq_length": 4096, "global_batch_size": 8,
+    "vocab_size": 64000, "pipeline_model_parallel_size": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def hybrid() -> str:
+    Path("hybrid.yaml").write_text(yaml.safe_dump(HYBRID))
+    return "hybrid.yaml"
+
+
+def test_other_stages_leave_a_hybrid_model_the_layers_that_it_has(step_ms, hybrid) -> None:
+    whole = HYBRID | {"hybrid_layer_pattern": "*-*-*-*E", "pipeline_model_parallel_size": 4}
+    Path("whole.yaml").write_text(yaml.safe_dump(whole))
+    assert step_ms(f"{hybrid} --pp-size 4") == step_ms("whole.yaml")
+    last = step_ms(f"{hybrid} --decoder-last-pipeline-num-layers 2")
+    assert last == step_ms(f"{hybrid} --hybrid-layer-pattern *-*-*-|*E")
+
+
+@pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (4, 1), (2, 2)])
+def test_plan_says_a_hybrid_models_layers_and_stages(wlb, hybrid, pp_size, vpp_size) -> None:
+    flags = wlb.json(
+        "plan --distribution reference --num-devices 4 --tp-size 1 --cp-size 1 --ep-size 1",
+        "--steps 2 --refine 1 --num-micro-batches 8 --packing hold --out found.yaml --model",
+        hybrid, f"--pp-size {pp_size} --vpp-size {vpp_size}",
+    )["flags"]  # fmt: skip
+    stages = flags["--hybrid-layer-pattern"].split("|")
+    assert "".join(stages) == "*-*-*-*E"
+    assert len(stages) == pp_size * vpp_size
+    # Megatron takes the rest from the pattern, and refuses most of it.
+    assert not {"--num-layers", "--num-virtual-stages-per-pipeline-rank"} & flags.keys()
+    assert not any("pipeline-num-layers" in flag or "layout" in flag for flag in flags)
+    said = settings_of(read_recipe("found.yaml", {}).arguments).parallel
+    assert said.hybrid_layer_pattern == flags["--hybrid-layer-pattern"]
+
+
+def test_strategies_of_a_hybrid_model_are_refused_at_once(wlb, hybrid) -> None:
+    said = wlb.refusal("plan --distribution reference --num-devices 4 --strategies --model", hybrid)
+    assert said.startswith("--strategies is for a GPT") and "leave it out" in said
