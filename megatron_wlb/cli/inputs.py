@@ -42,7 +42,7 @@ SIZES = (
     "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank", "expert_model_parallel_size",
 )  # fmt: skip
-"""Of a layout, all that are searched."""
+"""All sizes of a layout that are searched."""
 SPLIT = {f.name: f.default for f in fields(PipelineSplit)}
 """Settings of uneven stages, as they are where stages are even."""
 NUM_MICRO_BATCHES = 4

@@ -52,7 +52,7 @@ class GatedDelta(Part):
 
     @property
     def state_numbers(self) -> int:
-        """Of a document, all heads."""
+        """A state of a document, all heads."""
         return self.rows * self.linear_key_head_dim
 
     @property

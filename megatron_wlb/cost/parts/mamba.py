@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CHUNK = 128
 """Tokens that the kernels take at once; they write the state behind each chunk."""
 TAPS = 4
-"""Of the convolution."""
+"""Tokens that the convolution takes."""
 
 
 @dataclass(frozen=True, slots=True)
