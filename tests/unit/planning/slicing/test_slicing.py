@@ -115,6 +115,17 @@ def test_units_are_chosen_by_all_steps_that_were_looked_at():
     assert light_first.state_dict()["next_sweep"] == STEPS_A_SWEEP
 
 
+def test_skipped_steps_leave_the_number_of_units_as_it_would_be():
+    one, other = (planner("slim", steps=STEPS_A_SWEEP + 10) for _ in range(2))
+    expected = [plan.digest for plan in one.plans(STEPS_A_SWEEP + 4)]
+    for at in (0, STEPS_A_SWEEP):
+        other.skip()
+        assert other.slicing.num_units is not None
+        assert [plan.digest for plan in other.plans(3)] == expected[at + 1 : at + 4]
+        while other.step < STEPS_A_SWEEP:
+            other.skip()
+
+
 @pytest.mark.parametrize("spent_us", [[[4, False, 0]], [[4, 1.0]], [[4, False, 0, -1.0]], 3])
 def test_a_state_of_another_form_is_refused(spent_us):
     state = slicer().state_dict() | {"spent_us": spent_us}
