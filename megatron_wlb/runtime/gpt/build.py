@@ -21,7 +21,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention
@@ -52,7 +51,7 @@ from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, cho
 from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
 from megatron_wlb.runtime.gpt.delta_net import DocumentGatedDeltaNet
-from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of
+from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of, mixer_of
 from megatron_wlb.runtime.gpt.mamba_mixer import DocumentMambaMixer
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.norm import TorchNorm
@@ -263,43 +262,31 @@ def prediction_submodules(
     return block
 
 
-def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
-    """``spec``, of a GPT layer, with its core attention replaced by ours.
+_SCANS = {GatedDeltaNet: DocumentGatedDeltaNet, MambaMixer: DocumentMambaMixer}
+"""Megatron's mixers that carry a state, and ours in their place."""
 
-    Raises :class:`CompatibilityError` for a layer whose attention is neither plain nor multi-latent
-    self-attention (Mamba …).
+
+def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
+    """``spec``, of a layer, with its core attention replaced by ours, or what carries a state
+    through documents by what is told of them.
+
+    Raises :class:`CompatibilityError` for a layer that mixes tokens in another way.
     """
-    if getattr(spec, "module", None) is MambaLayer:
-        return _mixing_documents(spec)
-    attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
+    attention: Any = mixer_of(getattr(spec, "submodules", None))
     module = getattr(attention, "module", None)
+    if module in _SCANS:
+        attention.module = _SCANS[module]
+        return spec
     core: Any = partial(DocumentAttention, options=options)
     if module is MLASelfAttention:  # which takes a spec, or a class, of its core
         attention.module = DocumentLatentAttention
         core = ModuleSpec(DocumentAttention, params={"options": options})
-    elif module is GatedDeltaNet:
-        attention.module = DocumentGatedDeltaNet
-        return spec
     elif module is not SelfAttention:
         raise CompatibilityError(
             f"the layer's attention is {getattr(module, '__name__', module)}, which cannot be told "
-            "of documents; use SelfAttention, MLASelfAttention or GatedDeltaNet"
+            "of documents; use SelfAttention, MLASelfAttention, GatedDeltaNet or MambaMixer"
         )
     attention.submodules.core_attention = core
-    return spec
-
-
-def _mixing_documents(spec: ModuleSpec) -> ModuleSpec:
-    """``spec``, of a Mamba layer, with our mixer. Raises :class:`CompatibilityError` for another
-    than Megatron's.
-    """
-    mixer: Any = spec.submodules.mixer
-    if mixer.module is not MambaMixer:
-        raise CompatibilityError(
-            f"the layer's mixer is {mixer.module.__name__}, which cannot be told of documents; use "
-            "MambaMixer"
-        )
-    mixer.module = DocumentMambaMixer
     return spec
 
 

@@ -19,20 +19,15 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
-from megatron_wlb.runtime.gpt.states import in_documents, in_shards, present, scanning
+from megatron_wlb.runtime.gpt.states import Scan, ScansDocuments, look_up, present
 
-_patches = PatchSet()
 # One module up to 0.18.
 _LAYER = getattr(gated_delta_net, "gdn", gated_delta_net)
 _EXCHANGE = getattr(gated_delta_net, "common", gated_delta_net)
 
 
-class DocumentGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
+class DocumentGatedDeltaNet(ScansDocuments, GatedDeltaNet):  # type: ignore[misc]
     """Megatron's layer, which is told of documents."""
-
-    by_document = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.deterministic_mode:
@@ -44,43 +39,7 @@ class DocumentGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
         super().__init__(config, *args, **kwargs)
         rule = vars(self)["gated_delta_rule"]
         self.gated_delta_rule = lambda *args, **kwargs: _rule(rule, *args, **kwargs)
-        install()
-
-    def forward(
-        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T/CP, 1, h] -> [T/CP, 1, h]``, by sequence parallelism ÷ TP."""
-        with self._told(packed_seq_params):
-            made: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-                hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs
-            )
-        return made
-
-    def _gated_norm_and_a2a(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Which ``--recompute-modules gdn_norm_out`` runs again in backward, outside of forward."""
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, PlanSeqParams))
-        with self._told(next(given, None)):
-            made: torch.Tensor = super()._gated_norm_and_a2a(*args, **kwargs)
-        return made
-
-    def _told(self, params: Any) -> Any:
-        return scanning(getattr(params, "scanned", None), self.layer_number)
-
-
-def install() -> None:
-    """Lets the functions of Megatron's layer look up documents; outside of
-    :class:`DocumentGatedDeltaNet` they stay as they are. A second call does nothing.
-    """
-    if _patches:
-        return
-    _patches.wrap(_LAYER, "causal_conv1d", _convolution)
-    _patches.wrap(_EXCHANGE, "_undo_attention_load_balancing", in_documents)
-    _patches.wrap(_EXCHANGE, "_redo_attention_load_balancing", in_shards)
-
-
-def uninstall() -> None:
-    """Restores them; a second call does nothing."""
-    _patches.restore()
+        look_up(_LAYER, "causal_conv1d", _convolution, _EXCHANGE)
 
 
 def _convolution(original: Any, x: torch.Tensor, weight: torch.Tensor, **named: Any) -> Any:
@@ -112,6 +71,6 @@ def _rule(original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **na
     return scan.left("recurrence", out, lambda: states[0]), None
 
 
-def _ends(scan: Any) -> dict[str, torch.Tensor]:
+def _ends(scan: Scan) -> dict[str, torch.Tensor]:
     documents = scan.documents
     return {"cu_seqlens": documents.ends, "cu_seqlens_cpu": documents.ends_on_host}

@@ -1,4 +1,4 @@
-"""Megatron's ``HybridModel``: a symbol a layer, each of attention, an MLP or experts alone."""
+"""Megatron's ``HybridModel``: a symbol a layer, each a mixer of tokens, an MLP or experts alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.gpt.states import ScansDocuments
 
 MODELS = GPTModel, HybridModel
 """Megatron's models that run plans."""
@@ -45,6 +46,11 @@ def depths_of(gpt: Any) -> list[Any]:
     return [] if mtp is None else list(mtp.layers)
 
 
+def mixer_of(layer: Any) -> Any:
+    """What mixes a layer's tokens; Mamba's has another name."""
+    return getattr(layer, "self_attention", getattr(layer, "mixer", None))
+
+
 def attentions_of(gpt: Any) -> list[Any]:
     """The attention of each layer of a chunk that has some, in order.
 
@@ -53,10 +59,10 @@ def attentions_of(gpt: Any) -> list[Any]:
     """
     found = []
     for layer in layers_of(gpt):
-        mixer = _mixer(layer)
-        if has_attention(layer):
+        mixer = mixer_of(layer)
+        if hasattr(mixer, "core_attention"):
             found.append(mixer)
-        elif getattr(mixer, "by_document", False):
+        elif isinstance(mixer, ScansDocuments):
             continue
         elif not (isinstance(layer, TransformerLayer) and isinstance(mixer, IdentityOp)):
             kind = type(layer if mixer is None else mixer).__name__
@@ -69,19 +75,4 @@ def attentions_of(gpt: Any) -> list[Any]:
 
 def has_states(gpt: Any) -> bool:
     """Whether any layer of a chunk carries a state through documents."""
-    return any(getattr(_mixer(layer), "by_document", False) for layer in layers_of(gpt))
-
-
-def scanning_ahead(gpt: Any) -> list[Any]:
-    """What carries a state through documents in the layers that predict further on, in order."""
-    mixers = map(_mixer, layers_of(gpt)[len(gpt.decoder.layers) :])
-    return [mixer for mixer in mixers if getattr(mixer, "by_document", False)]
-
-
-def has_attention(layer: Any) -> bool:
-    return hasattr(_mixer(layer), "core_attention")
-
-
-def _mixer(layer: Any) -> Any:
-    """What mixes a layer's tokens; Mamba's has another name."""
-    return getattr(layer, "self_attention", getattr(layer, "mixer", None))
+    return any(isinstance(mixer_of(layer), ScansDocuments) for layer in layers_of(gpt))

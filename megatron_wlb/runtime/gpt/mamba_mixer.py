@@ -20,16 +20,11 @@ from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.gpt.states import Scan, in_documents, in_shards, present, scanning
-
-_patches = PatchSet()
+from megatron_wlb.runtime.gpt.states import Scan, ScansDocuments, look_up, present
 
 
-class DocumentMambaMixer(MambaMixer):  # type: ignore[misc]
+class DocumentMambaMixer(ScansDocuments, MambaMixer):  # type: ignore[misc]
     """Megatron's mixer, which is told of documents."""
-
-    by_document = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not config.use_mamba_mem_eff_path:
@@ -38,33 +33,7 @@ class DocumentMambaMixer(MambaMixer):  # type: ignore[misc]
                 "documents; leave it out"
             )
         super().__init__(config, *args, **kwargs)
-        install()
-
-    def forward(
-        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T/CP, 1, h] -> [T/CP, 1, h]``, by sequence parallelism ÷ TP."""
-        with scanning(getattr(packed_seq_params, "scanned", None), self.layer_number):
-            made: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-                hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs
-            )
-        return made
-
-
-def install() -> None:
-    """Lets Megatron's mixer look up documents; outside of :class:`DocumentMambaMixer` it stays as
-    it is. A second call does nothing.
-    """
-    if _patches:
-        return
-    _patches.wrap(mamba_mixer, "mamba_split_conv1d_scan_combined", _mixed)
-    _patches.wrap(mamba_context_parallel, "_undo_attention_load_balancing", in_documents)
-    _patches.wrap(mamba_context_parallel, "_redo_attention_load_balancing", in_shards)
-
-
-def uninstall() -> None:
-    """Restores them; a second call does nothing."""
-    _patches.restore()
+        look_up(mamba_mixer, "mamba_split_conv1d_scan_combined", _mixed, mamba_context_parallel)
 
 
 def _mixed(

@@ -30,7 +30,7 @@ from megatron.core.transformer.multi_token_prediction import (
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.gpt.hybrid import attentions_of, has_attention, scanning_ahead
+from megatron_wlb.runtime.gpt.hybrid import layers_of, mixer_of
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,11 @@ def complete_layers(gpt: Any) -> None:
     """Mends what Megatron builds of prediction layers, before weights are wrapped, and lets them
     look up what they take (:func:`install`).
 
-    Attention counts on after the decoder's layers, and so do layers that carry states: stacks and
-    some versions begin anew, and slices of documents keep keys and states by these numbers. The
-    last of several stages has a copy of tied embeddings, which the LM head takes too. There
-    Megatron gives the head a weight that nobody uses, no checkpoint can be saved with, and no
-    gradient comes for; and where matrix products add to the gradients, it would leave out the
-    embedding's part.
+    Their layers count on after the decoder's: stacks and some versions begin anew, and slices of
+    documents keep keys and states by these numbers. The last of several stages has a copy of tied
+    embeddings, which the LM head takes too. There Megatron gives the head a weight that nobody
+    uses, no checkpoint can be saved with, and no gradient comes for; and where matrix products add
+    to the gradients, it would leave out the embedding's part.
     """
     if not getattr(gpt, "mtp_process", False):
         return
@@ -190,9 +189,7 @@ def complete_layers(gpt: Any) -> None:
     if gpt.share_embeddings_and_output_weights and gpt.post_process and not gpt.pre_process:
         gpt.output_layer.weight = None
         gpt.embedding.word_embeddings.weight.zero_out_wgrad = True
-    first = gpt.config.num_layers + 1
-    further = attentions_of(gpt)[len([one for one in gpt.decoder.layers if has_attention(one)]) :]
-    for number, attention in enumerate(further, start=first):
-        attention.core_attention.layer_number = number
-    for number, mixer in enumerate(scanning_ahead(gpt), start=first):
-        mixer.layer_number = number
+    further = layers_of(gpt)[len(gpt.decoder.layers) :]
+    for number, layer in enumerate(further, start=gpt.config.num_layers + 1):
+        mixer = mixer_of(layer)
+        getattr(mixer, "core_attention", mixer).layer_number = number

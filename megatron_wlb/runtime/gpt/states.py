@@ -11,8 +11,7 @@ Legend: ``T`` tokens of the micro-batch over all context-parallel ranks, ``N`` i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -23,6 +22,7 @@ import torch
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan.sharding import Sharding, rank_layout
+from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice
 
 Name: TypeAlias = tuple[tuple[int, int], int, str, int]
@@ -174,25 +174,7 @@ class _Give(torch.autograd.Function):
 
 
 _scan: Scan | None = None
-
-
-@contextlib.contextmanager
-def scanning(documents: ScannedDocuments | None, layer: int) -> Iterator[None]:
-    """Functions of a layer inside know its documents (:func:`present`).
-
-    Raises :class:`PlanError` without any.
-    """
-    global _scan
-    if documents is None:
-        raise PlanError(
-            f"layer {layer} was called without the micro-batch's documents; the model must be run "
-            "by megatron-wlb's forward step"
-        )
-    before, _scan = _scan, Scan(documents, layer)
-    try:
-        yield
-    finally:
-        _scan = before
+_patches, _told = PatchSet(), set[str]()
 
 
 def present() -> Scan | None:
@@ -200,21 +182,62 @@ def present() -> Scan | None:
     return _scan
 
 
-def in_documents(original: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    """Megatron's ``_undo_attention_load_balancing``: the plan's shards, put in order."""
-    return _ordered(original, "order", tensor, *args, **named)
+class ScansDocuments:
+    """A mixer of Megatron's whose functions look up the micro-batch's documents while it runs. It
+    stands before Megatron's class.
+    """
+
+    layer_number: int
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> Any:
+        """``[T/CP, 1, h] -> [T/CP, 1, h]``, by sequence parallelism ÷ TP, and the bias.
+
+        Raises :class:`PlanError` without documents.
+        """
+        global _scan
+        documents = getattr(packed_seq_params, "scanned", None)
+        if documents is None:
+            raise PlanError(
+                f"layer {self.layer_number} was called without the micro-batch's documents; the "
+                "model must be run by megatron-wlb's forward step"
+            )
+        before, _scan = _scan, Scan(documents, self.layer_number)
+        try:
+            run: Any = super()
+            return run.forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            _scan = before
 
 
-def in_shards(original: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    """Megatron's ``_redo_attention_load_balancing``: the way back."""
-    return _ordered(original, "back", tensor, *args, **named)
+def look_up(kernels: Any, name: str, function: Callable[..., Any], exchange: Any) -> None:
+    """Lets a function of the module ``kernels`` look up documents, and the exchange between
+    context-parallel ranks order tokens by the plan. Outside of :class:`ScansDocuments` both stay as
+    they are. A second call does nothing.
+    """
+    if kernels.__name__ in _told:
+        return
+    _told.add(kernels.__name__)
+    _patches.wrap(kernels, name, function)
+    _patches.wrap(exchange, "_undo_attention_load_balancing", _ordered("order"))
+    _patches.wrap(exchange, "_redo_attention_load_balancing", _ordered("back"))
 
 
-def _ordered(
-    original: Any, way: str, tensor: torch.Tensor, *args: Any, **named: Any
-) -> torch.Tensor:
-    if _scan is None:
-        made: torch.Tensor = original(tensor, *args, **named)
-        return made
-    index: torch.Tensor | None = getattr(_scan.documents, way)
-    return tensor if index is None else tensor.index_select(0, index)
+def uninstall() -> None:
+    """Restores all of them; a second call does nothing."""
+    _patches.restore()
+    _told.clear()
+
+
+def _ordered(way: str) -> Callable[..., torch.Tensor]:
+    """What takes the place of Megatron's order of a sequence over ranks."""
+
+    def order(original: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if _scan is None:
+            made: torch.Tensor = original(tensor, *args, **named)
+            return made
+        index: torch.Tensor | None = getattr(_scan.documents, way)
+        return tensor if index is None else tensor.index_select(0, index)
+
+    return order
