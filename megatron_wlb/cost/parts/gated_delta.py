@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_wlb.cost.layers import Divided, Part, check_sizes
+from megatron_wlb.cost.layers import Divided
+from megatron_wlb.cost.parts.scan import Scan
 from megatron_wlb.cost.tape import Operation
 from megatron_wlb.cost.workspace import FP32
 
@@ -14,26 +15,18 @@ if TYPE_CHECKING:
     from megatron_wlb.cost.execution import Executed
     from megatron_wlb.cost.shape import Parallelism
 
-CHUNK = 64
-"""Tokens that the kernels of ``fla`` take at once; they write the state behind each chunk."""
-
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta(Part):
-    """A gated delta net: projections, a convolution of queries, keys and values, and a recurrence
-    over a document's tokens in chunks.
+class GatedDelta(Scan):
+    """A gated delta net; its kernels are those of ``fla``."""
 
-    Context-parallel ranks exchange all tokens for a share of the heads, twice.
-    """
+    chunk = 64
 
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
 
     @property
     def convolved(self) -> int:
@@ -52,13 +45,11 @@ class GatedDelta(Part):
 
     @property
     def state_numbers(self) -> int:
-        """A state of a document, all heads."""
         return self.rows * self.linear_key_head_dim
 
     @property
-    def inner_weights(self) -> int:
-        """The convolution's taps."""
-        return self.linear_conv_kernel_dim * self.convolved
+    def taps(self) -> int:
+        return self.linear_conv_kernel_dim
 
     @property
     def state_products(self) -> int:
@@ -70,8 +61,7 @@ class GatedDelta(Part):
         """Read and written a token: the convolution, norms of queries and keys, the gated norm,
         and the state behind each chunk.
         """
-        states = 2 * self.state_numbers * FP32 // (2 * CHUNK)
-        return 6 * self.convolved + 6 * self.rows + states
+        return 6 * self.convolved + 6 * self.rows + self.chunk_numbers
 
     def num_kernels(self, p: Parallelism) -> int:
         return 20
@@ -83,12 +73,6 @@ class GatedDelta(Part):
         divided = self.inner_weights + 2 * self.linear_num_value_heads
         norm = self.linear_value_head_dim * on.shape.norm_vectors
         return self.matrix_parameters(on, bias=False) + divided // on.parallelism.tp_size + norm
-
-    def sent_numbers(self, p: Parallelism) -> float:
-        return (self.columns + self.rows) / p.tp_size / p.cp_size
-
-    def copied_numbers(self, p: Parallelism) -> float:
-        return 2 * (self.columns + self.rows) / p.tp_size / p.cp_size
 
     def operations(self, on: Blocks) -> list[Operation]:
         """Lists the operations from the norm's output to the second product."""
@@ -107,7 +91,7 @@ class GatedDelta(Part):
             ),
             Operation(
                 "recurrence",
-                e * (taken + rows + CHUNK * heads) + 2 * FP32 * heads,
+                e * (taken + rows + self.chunk * heads) + 2 * FP32 * heads,
                 backward=on.hidden + 2 * e * taken,
             ),
             Operation("gated norm", FP32 * heads, backward=on.hidden + 2 * e * rows),

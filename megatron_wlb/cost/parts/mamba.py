@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_wlb.cost.layers import Divided, Part, check_sizes
+from megatron_wlb.cost.layers import Divided
+from megatron_wlb.cost.parts.scan import Scan
 from megatron_wlb.cost.tape import Operation
 from megatron_wlb.cost.workspace import FP32
 
@@ -14,26 +15,18 @@ if TYPE_CHECKING:
     from megatron_wlb.cost.execution import Executed
     from megatron_wlb.cost.shape import Parallelism
 
-CHUNK = 128
-"""Tokens that the kernels take at once; they write the state behind each chunk."""
-TAPS = 4
-"""Tokens that the convolution takes."""
-
 
 @dataclass(frozen=True, slots=True)
-class Mamba(Part):
-    """A Mamba-2 layer: projections, a convolution, and a scan over a document's tokens in chunks.
+class Mamba(Scan):
+    """A Mamba-2 layer; its kernels are those of ``mamba_ssm``."""
 
-    Context-parallel ranks exchange all tokens for a share of the heads, twice.
-    """
+    chunk = 128
+    taps = 4  # for which Megatron has no flag
 
     mamba_num_heads: int
     mamba_head_dim: int
     mamba_state_dim: int
     mamba_num_groups: int
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
 
     @property
     def rows(self) -> int:
@@ -50,22 +43,20 @@ class Mamba(Part):
         return self.rows + self.convolved + self.mamba_num_heads
 
     @property
-    def inner_weights(self) -> int:
-        """The convolution's taps."""
-        return TAPS * self.convolved
+    def state_numbers(self) -> int:
+        return self.rows * self.mamba_state_dim
 
     @property
     def state_products(self) -> int:
         """As Megatron counts it: seven FLOPs for each number of a channel's state."""
-        return 7 * self.rows * self.mamba_state_dim // 2
+        return 7 * self.state_numbers // 2
 
     @property
     def elementwise_numbers(self) -> int:
         """Read and written a token: the convolution, gate and norm, and the state behind each
         chunk.
         """
-        states = 2 * self.rows * self.mamba_state_dim * FP32 // (2 * CHUNK)
-        return 4 * self.convolved + 6 * self.rows + states
+        return 4 * self.convolved + 6 * self.rows + self.chunk_numbers
 
     def num_kernels(self, p: Parallelism) -> int:
         return 15
@@ -78,12 +69,6 @@ class Mamba(Part):
         # The taps' biases, the step's bias, decay and skip of each head, and the norm.
         divided = self.inner_weights + self.convolved + 3 * self.mamba_num_heads + self.rows
         return self.matrix_parameters(on, bias=False) + divided // on.parallelism.tp_size
-
-    def sent_numbers(self, p: Parallelism) -> float:
-        return (self.columns + self.rows) / p.tp_size / p.cp_size
-
-    def copied_numbers(self, p: Parallelism) -> float:
-        return 2 * (self.columns + self.rows) / p.tp_size / p.cp_size
 
     def operations(self, on: Blocks) -> list[Operation]:
         """Lists the operations from the norm's output to the second product.
