@@ -23,7 +23,7 @@ from megatron_wlb.settings.megatron import (
     TrainingConfig,
 )
 from megatron_wlb.settings.packings import ASKED
-from megatron_wlb.settings.pattern import DELTA, LATENT, MAMBA, HybridPattern
+from megatron_wlb.settings.pattern import LATENT, STATES, HybridPattern
 from megatron_wlb.settings.setting import (
     SAME,
     Setting,
@@ -309,7 +309,7 @@ class Config:
         """
         m, t = self.model, self.training
         latents = m.multi_latent_attention and (m.window_size or t.fp8_format is not None)
-        states = {DELTA, MAMBA} & {*(self.parallel.hybrid_layer_pattern or "")}
+        states = STATES & {*(self.parallel.hybrid_layer_pattern or "")}
         return self.wlb.wlb_dp_merge == "auto" and not latents and not states
 
     def flat(self) -> dict[str, Any]:

@@ -21,9 +21,9 @@ LAYERS = {
     EXPERTS: "experts",
 }
 """Symbols of layers, and what they stand for."""
-OTHERS = {
-    "D": "sparse attention chooses keys of the whole sequence",
-}
+STATES = frozenset({DELTA, MAMBA})
+"""Layers that carry a state through a document."""
+OTHERS = {"D": "sparse attention chooses keys of the whole sequence"}
 """Megatron's other symbols, and why such layers cannot run."""
 
 

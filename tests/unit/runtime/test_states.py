@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.runtime.gpt import states
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.states import Scan, ScannedDocuments
 
@@ -31,6 +33,18 @@ def scans(store: SliceStore) -> Iterator[Scan]:
     return map(scan, (0, LENGTH // 2), (LENGTH // 2, LENGTH))
 
 
+def test_hooks_are_taken_back() -> None:
+    """And what no layer of ours calls is Megatron's meanwhile."""
+    twice = {"kernel": lambda x: 2 * x, "_undo_attention_load_balancing": lambda x: x + 1}
+    module = SimpleNamespace(__name__="m", _redo_attention_load_balancing=None, **twice)
+    states.look_up(module, "kernel", lambda original, x: original(x) + 5, module)
+    states.look_up(module, "kernel", lambda original, x: original(x) + 5, module)
+    assert module.kernel(1) == 7 and module._undo_attention_load_balancing(1) == 2
+    states.uninstall()
+    assert {name: getattr(module, name) for name in twice} == twice
+    assert module._redo_attention_load_balancing is None
+
+
 def test_states_and_their_gradients_are_of_one_document(
     store: SliceStore, scans: Iterator[Scan]
 ) -> None:
@@ -39,19 +53,19 @@ def test_states_and_their_gradients_are_of_one_document(
     """
     first, second = scans
     anchor = torch.ones((), requires_grad=True)
-    states = anchor * torch.arange(12.0).view(SHAPE).expand(1 + len(OTHERS), *SHAPE)
-    out = first.left("scan", anchor * 2, lambda: states[0])
+    made = anchor * torch.arange(12.0).view(SHAPE).expand(1 + len(OTHERS), *SHAPE)
+    out = first.left("scan", anchor * 2, lambda: made[0])
     (kept,) = store.states.values()
     size = kept.numel() * kept.element_size()
     assert kept.untyped_storage().nbytes() == size
-    assert kept.untyped_storage().data_ptr() != states.untyped_storage().data_ptr()
+    assert kept.untyped_storage().data_ptr() != made.untyped_storage().data_ptr()
     initial = second.initial("scan", anchor, SHAPE, torch.float32)
-    assert initial is not None and initial.shape == states.shape
-    assert torch.equal(initial[0], states[0]) and not initial[1:].any()
+    assert initial is not None and initial.shape == made.shape
+    assert torch.equal(initial[0], made[0]) and not initial[1:].any()
     initial.square().sum().backward()
     (grad,) = store.state_grads.values()
     assert grad.untyped_storage().nbytes() == size
-    assert torch.equal(grad, 2 * states[0]) and not store.states
+    assert torch.equal(grad, 2 * made[0]) and not store.states
     out.backward()
-    assert anchor.grad == 2 + 2 * states[0].square().sum()
+    assert anchor.grad == 2 + 2 * made[0].square().sum()
     assert not store.state_grads
