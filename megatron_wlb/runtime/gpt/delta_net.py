@@ -19,7 +19,7 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.gpt.states import Scan, ScansDocuments, look_up, present
+from megatron_wlb.runtime.gpt.states import LayerScan, ScansDocuments, look_up, present
 
 # One module up to 0.18.
 _LAYER = getattr(gated_delta_net, "gdn", gated_delta_net)
@@ -71,6 +71,6 @@ def _rule(original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **na
     return scan.left("recurrence", out, lambda: states[0]), None
 
 
-def _ends(scan: Scan) -> dict[str, torch.Tensor]:
+def _ends(scan: LayerScan) -> dict[str, torch.Tensor]:
     documents = scan.documents
     return {"cu_seqlens": documents.ends, "cu_seqlens_cpu": documents.ends_on_host}

@@ -20,7 +20,7 @@ from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.gpt.states import Scan, ScansDocuments, look_up, present
+from megatron_wlb.runtime.gpt.states import LayerScan, ScansDocuments, look_up, present
 
 
 class DocumentMambaMixer(ScansDocuments, MambaMixer):  # type: ignore[misc]
@@ -64,7 +64,7 @@ def _mixed(
 
 
 def _slice(
-    scan: Scan,
+    scan: LayerScan,
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,

@@ -70,7 +70,7 @@ class ScannedDocuments:
 
 
 @dataclass(frozen=True)
-class Scan:
+class LayerScan:
     """A layer's pass over a micro-batch."""
 
     documents: ScannedDocuments
@@ -173,11 +173,11 @@ class _Give(torch.autograd.Function):
         return grad, ctx.store.state_grads.pop(ctx.name), None, None
 
 
-_scan: Scan | None = None
+_scan: LayerScan | None = None
 _patches, _told = PatchSet(), set[str]()
 
 
-def present() -> Scan | None:
+def present() -> LayerScan | None:
     """The pass of the layer that runs, if it is one that scans documents."""
     return _scan
 
@@ -203,7 +203,7 @@ class ScansDocuments:
                 f"layer {self.layer_number} was called without the micro-batch's documents; the "
                 "model must be run by megatron-wlb's forward step"
             )
-        before, _scan = _scan, Scan(documents, self.layer_number)
+        before, _scan = _scan, LayerScan(documents, self.layer_number)
         try:
             run: Any = super()
             return run.forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.runtime.gpt import states
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
-from megatron_wlb.runtime.gpt.states import Scan, ScannedDocuments
+from megatron_wlb.runtime.gpt.states import LayerScan, ScannedDocuments
 
 LENGTH, OTHERS, SHAPE = 8, (5, 3, 2), (4, 3)
 
@@ -22,13 +22,13 @@ def store() -> SliceStore:
 
 
 @pytest.fixture
-def scans(store: SliceStore) -> Iterator[Scan]:
+def scans(store: SliceStore) -> Iterator[LayerScan]:
     """Both slices of a document, each before others."""
 
-    def scan(start: int, stop: int) -> Scan:
+    def scan(start: int, stop: int) -> LayerScan:
         cut = KVSlice(store, (0, 0), start, stop, LENGTH)
         lengths = stop - start, *OTHERS
-        return Scan(ScannedDocuments.of(lengths, 1, Sharding("per-document"), cut), 1)
+        return LayerScan(ScannedDocuments.of(lengths, 1, Sharding("per-document"), cut), 1)
 
     return map(scan, (0, LENGTH // 2), (LENGTH // 2, LENGTH))
 
@@ -46,7 +46,7 @@ def test_hooks_are_taken_back() -> None:
 
 
 def test_states_and_their_gradients_are_of_one_document(
-    store: SliceStore, scans: Iterator[Scan]
+    store: SliceStore, scans: Iterator[LayerScan]
 ) -> None:
     """Kernels make those of all documents at once. And a state may be a part of what a pass saves,
     whose memory is emptied where a micro-batch waits in the host's.
