@@ -9,14 +9,20 @@ its pool. Where the form of the optimizer's state differs, it starts from the sa
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.layouts import further, some_of
+from helpers.nccl.record import recorded
+from helpers.nccl.rules import Call, hangs
 from helpers.texts import write_texts
 from megatron_lm_runs import (
     BOTH,
@@ -111,6 +117,7 @@ FEATURES: dict[str, Feature] = {
         SLICES | LATENT | {"hybrid_layer_pattern": "+-++-", "qk_layernorm": None}
     ),
 }
+STATEFUL = "delta", "mamba"
 UP_PROJECTED: Flags = {
     "recompute_granularity": "selective", "recompute_modules": "mla_up_proj",
 }  # fmt: skip
@@ -196,15 +203,11 @@ CASES = [
     ("delta", 2, CP2),
     further("delta", 2, PP2 | cut("G-*|-GG-")),
     ("delta-slices", 2, PP2 | cut("G-|*-|GG|-") | TIGHT),
-    further("delta-slices", 2, CP2 | RECOMPUTED),
-    further("delta-slices", 2, TP2_SP),
-    further("delta-slices", 2, DP2),
     ("mamba", 2, CP2),
     further("mamba", 2, PP2 | cut("M-*M|-M-")),
     ("mamba-slices", 2, PP2 | cut("M-|*M|-M|-") | TIGHT),
-    further("mamba-slices", 2, CP2 | RECOMPUTED),
-    further("mamba-slices", 2, TP2_SP),
-    further("mamba-slices", 2, DP2),
+    *(further(f"{kind}-slices", 2, layout)
+      for kind in STATEFUL for layout in (CP2 | RECOMPUTED, TP2_SP, DP2)),
     ("states-ahead-slices", 2, PP2 | cut("G-*-|M-/GM/GM")),
     further("states-ahead-slices", 2, CP2 | RECOMPUTED),
     further("no-attention-slices", 2, PP2 | cut("M-|M-")),
@@ -333,6 +336,36 @@ def test_states_gone_wrong_are_seen(
     finish(launch(tmp_path, 1, alone.flags(name, tmp_path) | {"train_iters": 1}, fault=fault))
     found, right = (next(iter(read_metrics(f / "metrics")))[figure] for f in (tmp_path, folder))
     assert abs(found - right) > 1e-5 * right
+
+
+def record_step() -> None:
+    """Leaves what the last step asks of torch.distributed, a file a rank."""
+    from megatron_wlb.runtime.stepping.step import StepRunner
+
+    right = StepRunner.run_schedule
+
+    def run_schedule(self: Any, *args: Any, **options: Any) -> Any:
+        found, program = recorded(functools.partial(right, self, *args, **options))
+        Path(f"program {os.environ['RANK']}").write_bytes(pickle.dumps(program))
+        return found
+
+    StepRunner.run_schedule = run_schedule
+
+
+@pytest.mark.parametrize("name", ["delta-slices", further("mamba-slices")])
+def test_states_keep_nccls_rules(name: str, alone: Alone, tmp_path: Path) -> None:
+    """Their exchanges stand between those of attention and the messages of the pipeline."""
+    signs = FEATURES[name].flags["hybrid_layer_pattern"]
+    more = PP2_CP2 | cut(f"{signs[:4]}|{signs[4:]}") | {"train_iters": 1, "eval_iters": 0}
+    finish(launch(tmp_path, 4, alone.flags(name, tmp_path) | more, fault=record_step))
+    programs = {r: pickle.loads((tmp_path / f"program {r}").read_bytes()) for r in range(4)}
+    assert not hangs(programs)
+    calls = {rank: [c for c in own if isinstance(c, Call)] for rank, own in programs.items()}
+    assert {"all_gather", "send"} <= {call.parts[0].kind for call in calls[0]}
+    assert not hangs(calls)
+    # Negative control: a rank exchanges its heads once less.
+    calls[0].remove(next(call for call in calls[0] if call.parts[0].kind == "all_to_all"))
+    assert hangs(calls)
 
 
 def numbers_of_steps(alone: Alone, layout: Flags) -> Iterator[int]:
