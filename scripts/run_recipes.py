@@ -10,6 +10,8 @@ gradient norm of each step are compared.
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2*'      # some of them
     scripts/run_recipes.py ~/Megatron-LM --packing slim          # in slices
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2' --spoil weight  # must fail
+    scripts/run_recipes.py ~/Megatron-LM --kind nemotron \\
+        --change='--moe-token-dispatcher-type alltoall'                  # what a refusal advises
     scripts/run_recipes.py --table gpt.json gpt-slim.json moe.json       # the tables of the docs
 
 A folder with the recipes alone runs them on the training loop of the installed megatron-core.
@@ -24,6 +26,7 @@ import os
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 import fnmatch
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -38,6 +41,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_wlb.errors import ConfigError, run_program
+from megatron_wlb.settings.pattern import FLAG as PATTERN
 
 sys.path.append(str(Path(__file__).parent / "evidence"))
 from _common import parser_of
@@ -54,6 +58,10 @@ def main() -> int:
         "--only", nargs="+", default=["*"], metavar="PATTERN", help="of names, as of files"
     )
     parser.add_argument("--packing", default="hold", help="as --wlb-packing (default: hold)")
+    parser.add_argument(
+        "--change", type=shlex.split, default=[], metavar="ARGUMENTS",
+        help="given to each recipe besides, as a refusal advises",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="results, as JSON")
     parser.add_argument(
         "--resume", action="store_true", help="leaves out what --out has, but failures"
@@ -75,7 +83,6 @@ def main() -> int:
     if options.resume and options.out is None:
         raise ConfigError("--resume goes by a file of results; give --out FILE")
     parent = options.folder.resolve()
-    script = parent / "pretrain_gpt.py" if (parent / "pretrain_gpt.py").is_file() else None
     chosen = [
         path
         for path in recipes_of(parent, options.kind)
@@ -83,14 +90,19 @@ def main() -> int:
     ]
     if not chosen:
         raise ConfigError(f"--only {' '.join(options.only)} is no recipe's name; give another")
-    found = Results(options.kind, import_megatron(script))
+    of_patterns = any(PATTERN in path.read_text() for path in chosen)
+    script: Path | None = parent / ("pretrain_hybrid.py" if of_patterns else "pretrain_gpt.py")
+    script = script if script.is_file() else None
+    kind = " ".join([options.kind, *options.change])
+    found = Results(kind, import_megatron(script))
     if options.resume:
         found.resume(options.out)
     with tempfile.TemporaryDirectory(prefix="recipes-") as name:
         folder = Path(name)
         runner = Runner(
-            script, folder, make_corpus(folder), options.limit, options.spoil, options.packing
-        )
+            script, folder, make_corpus(folder), options.limit, options.spoil, options.packing,
+            tuple(options.change),
+        )  # fmt: skip
         # Without a thread of its own: processes are forked.
         with Progress(console=Console(stderr=True), auto_refresh=False) as bar:
             task = bar.add_task("recipes", total=len(chosen))

@@ -110,19 +110,17 @@ class AnalyticModel(Executed):
         local = sum(part.elementwise_numbers for part in layer.parts)
         exchange_us, ordered_us = self._keys_us(layer)
         up_us = self._matrix_us(sum(part.up_weights for part in layer.parts), precisions.matrix)
-        weights = shape.hidden_size * layer.matrix_numbers + layer.inner_weights
-        weights += layer.state_products
+        weights = layer.weights(shape.hidden_size) + layer.state_products
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
         # Experts without a shared one have no product that tensor parallelism divides.
         num_parts = sum(part.columns > 0 for part in layer.parts)
         columns = shape.hidden_size * sum(part.columns for part in layer.parts)
-        hidden = shape.hidden_size / p.sequence_shards
-        dispatched = [part.dispatched_numbers(p, hidden) for part in layer.parts]
-        sent, copied = (sum(numbers, 0.0) for numbers in zip(*dispatched, strict=True))
+        dispatched = [part.dispatched_numbers(p, shape.hidden_size) for part in layer.parts]
+        copies, sent, copied = (sum(numbers, 0.0) for numbers in zip(*dispatched, strict=True))
         routed = float(sum(part.routed_elementwise_numbers for part in layer.parts))
         routed_us = self._matrix_us(
-            shape.hidden_size * sum(part.routed_numbers for part in layer.parts),
+            sum(part.routed_weights(shape.hidden_size) for part in layer.parts),
             precisions.matrix,
         ) + self._elementwise_us(routed / p.tp_size * precisions.elementwise.element_bytes)
         products = sum(part.product_numbers(shape.hidden_size, p) for part in layer.parts)
@@ -141,7 +139,7 @@ class AnalyticModel(Executed):
             layer.query_size * pair_us,
             layer.windowed_query_size * pair_us,
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
-            self._exchange_us(sent * precisions.collective.element_bytes, sent / hidden),
+            self._exchange_us(sent * precisions.collective.element_bytes, copies),
             routed_us,
             sum(part.num_kernels(p) for part in layer.parts),
         )
@@ -284,7 +282,7 @@ class AnalyticModel(Executed):
         taken_us = 0.0
         for part in layer.parts:
             if part.is_mlp:
-                weights = shape.hidden_size * part.matrix_numbers
+                weights = part.weights(shape.hidden_size)
                 products = part.product_numbers(shape.hidden_size, p)
                 numbers = part.elementwise_numbers / p.tp_size
                 taken_us += self._matrix_us(weights, precisions.matrix)

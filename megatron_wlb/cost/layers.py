@@ -129,11 +129,8 @@ class Part(ABC):
         """
         return 0
 
-    @property
-    def routed_numbers(self) -> int:
-        """Weights that a token passes on ranks of a router's choice, for each number of the
-        hidden state.
-        """
+    def routed_weights(self, hidden_size: int) -> int:
+        """Weights that a token passes on ranks of a router's choice."""
         return 0
 
     @property
@@ -149,10 +146,9 @@ class Part(ABC):
     @abstractmethod
     def rows(self) -> int: ...
 
-    @property
-    def matrix_numbers(self) -> int:
-        """Weights that a token passes, for each number of the hidden state."""
-        return self.columns + self.rows
+    def weights(self, hidden_size: int) -> int:
+        """All weights that a token passes in matrix products."""
+        return hidden_size * (self.columns + self.rows) + self.inner_weights
 
     @property
     @abstractmethod
@@ -205,11 +201,11 @@ class Part(ABC):
         """How many head groups that exchange has; None for a part without one."""
         return None
 
-    def dispatched_numbers(self, p: Parallelism, hidden: float) -> tuple[float, float]:
-        """Numbers a token that a rank sends to routed ranks, and that it copies to order them;
-        ``hidden`` are those of a token's hidden state on it.
+    def dispatched_numbers(self, p: Parallelism, hidden_size: int) -> tuple[int, float, float]:
+        """Copies of a token that go to routed ranks, the numbers that a rank sends of them, and
+        those that it copies to order them.
         """
-        return 0.0, 0.0
+        return 0, 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +220,14 @@ class Layer:
         if not self.parts:
             raise ConfigError("a layer has 0 parts; give at least 1")
 
-    @property
-    def matrix_numbers(self) -> int:
-        """Weights of its matrix products that a token passes, for each number of the hidden
-        state.
-        """
-        return sum(part.matrix_numbers for part in self.parts)
+    def weights(self, hidden_size: int) -> int:
+        """All weights of its matrix products that a token passes."""
+        return sum(part.weights(hidden_size) for part in self.parts)
 
     @property
     def is_routed(self) -> bool:
         """Whether a router chooses ranks for its tokens."""
-        return any(part.routed_numbers for part in self.parts)
+        return any(part.routed_weights(1) for part in self.parts)
 
     @property
     def inner_weights(self) -> int:

@@ -30,6 +30,7 @@ from megatron_wlb.reading import (
 _DENSE = {f.name: f.default is MISSING for f in fields(ModelShape) if f.type != "Runs"}
 _LAYERS = (
     "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
     "moe_layer_freq", "mtp_num_layers",
 )  # fmt: skip
 _HEADS = "num_query_groups", "kv_channels"
@@ -95,6 +96,7 @@ def _with_experts(
     moe_router_topk: int = 2,
     moe_ffn_hidden_size: int | None = None,
     moe_shared_expert_intermediate_size: int = 0,
+    moe_latent_size: int | None = None,
     moe_layer_freq: int | str = 1,
 ) -> ModelShape:
     """``shape`` with the experts of a file, by Megatron's names and defaults."""
@@ -104,6 +106,7 @@ def _with_experts(
         shape.ffn_hidden_size if moe_ffn_hidden_size is None else moe_ffn_hidden_size,
         shape.gated,
         moe_shared_expert_intermediate_size,
+        moe_latent_size,
     )
     layers = layers_with_experts("moe_layer_freq", str(moe_layer_freq), shape.num_layers)
     return shape.with_experts(experts, layers)

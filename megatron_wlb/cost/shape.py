@@ -49,6 +49,8 @@ class ModelShape:
     """Bias of the QKV projection where ``linear_bias`` is off."""
     qk_norm: bool = False
     """Whether queries and keys are normalised."""
+    output_gate: bool = False
+    """Whether each number of attention's output is multiplied with one that the token gives."""
     rotary_percent: float = 1.0
     """Share of a head's dimension that is rotated; 0 is no rotary embedding."""
     learned_positions: int = 0
@@ -173,10 +175,9 @@ class ModelShape:
         """Weights that every token is multiplied with: all layers' and the LM head's, which is
         used once more for each layer that predicts further ahead.
         """
-        numbers = sum(num * layer.matrix_numbers for num, layer in self.all_runs)
-        inner = sum(num * layer.inner_weights for num, layer in self.all_runs)
+        weights = sum(num * layer.weights(self.hidden_size) for num, layer in self.all_runs)
         further = self.num_ahead * (self.joining_parameters + self.head_linear_parameters)
-        return self.hidden_size * numbers + inner + self.head_linear_parameters + further
+        return weights + self.head_linear_parameters + further
 
     @property
     def joining_parameters(self) -> int:

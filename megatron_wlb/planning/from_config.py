@@ -74,6 +74,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         linear_bias=not m.disable_bias_linear,
         qkv_bias=m.add_qkv_bias,
         qk_norm=m.qk_layernorm,
+        output_gate=m.attention_output_gate,
         rotary_percent=m.rotary_percent if rotates else 0.0,
         learned_positions=rows if m.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not m.untie_embeddings_and_output_weights,

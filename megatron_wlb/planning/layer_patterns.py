@@ -118,6 +118,7 @@ def _experts(shape: ModelShape, model: ModelConfig, num_experts: int) -> Experts
         model.moe_ffn_hidden_size or shape.ffn_hidden_size,
         shape.gated,
         model.moe_shared_expert_intermediate_size or 0,
+        model.moe_latent_size,
     )
 
 

@@ -103,6 +103,9 @@ class ModelConfig:
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
     norm_epsilon: float = real(1e-5, "epsilon of the layer norm", script="layernorm_epsilon")
     qk_layernorm: bool = setting(False, "normalise queries and keys")
+    attention_output_gate: bool = setting(
+        False, "a gate of each number of attention's output, as in Qwen3.5"
+    )
     swiglu: bool = setting(False, "gated MLP with SiLU")
     disable_bias_linear: bool = setting(False, "no bias in linear layers", script="")
     add_qkv_bias: bool = setting(False, "bias in the QKV projection only")
@@ -155,6 +158,9 @@ class ModelConfig:
     )
     moe_shared_expert_intermediate_size: int | None = size(
         None, "MLP size of the shared expert, which every token passes; no such expert if not given"
+    )
+    moe_latent_size: int | None = size(
+        None, "numbers of a token that experts take and give; the hidden size's if not given"
     )
     moe_router_topk: int = size(2, "experts that a token passes")
     moe_router_load_balancing_type: tuple[

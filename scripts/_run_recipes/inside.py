@@ -78,7 +78,8 @@ def _fill(model: Any) -> None:
                 slice(at, at + size) for at, size in zip(tensor.global_offset, shape, strict=True)
             )
             part = whole[tuple(place)].reshape(tensor.data.shape)
-            if tensor.data.dim() == 1:  # biases and scales of norms keep their zeros and ones
+            if tensor.data.dim() == 1 and (tensor.data == tensor.data[0]).all():
+                # Biases and scales of norms keep their zeros and ones.
                 part = part + tensor.data
             tensor.data.copy_(part)
 

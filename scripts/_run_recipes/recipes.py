@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from _run_recipes.outcome import (
     Outcome,
 )
 from _run_recipes.ranks import Ended, run_ranks
-from _run_recipes.scaling import NUM_STEPS, DoesNotFitError, Scaled, scale
+from _run_recipes.scaling import NUM_STEPS, DoesNotFitError, Scaled, fewest, scale
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.settings.pattern import FLAG as PATTERN
 from megatron_wlb.settings.recipe import Recipe, read_recipe
 
 LOSS_ROUNDING = 1e-6
@@ -67,6 +69,8 @@ class Runner:
     limit_s: float
     spoil: str = ""
     packing: str = "hold"
+    change: tuple[str, ...] = ()
+    """Arguments that each recipe is given besides."""
     _trained: dict[tuple[Any, ...], Trained] = field(default_factory=dict)
 
     @property
@@ -81,7 +85,8 @@ class Runner:
         outcome = Outcome(path.parent.name, FOREIGN)
         with contextlib.suppress(ConfigError):
             recipe = read_recipe(path, _variables(self.folder))
-            self._run(recipe, outcome)
+            given = (*recipe.arguments, *self.change)
+            self._run(dataclasses.replace(recipe, arguments=given), outcome)
         outcome.seconds = round(time.monotonic() - start_s, 1)
         return outcome
 
@@ -90,10 +95,11 @@ class Runner:
         if recipe.mode != "pretraining":
             outcome.why = [f"MODE is {recipe.mode}"]
             return
-        if "--num-layers" not in recipe.arguments:
+        if not {"--num-layers", PATTERN} & set(recipe.arguments):
             outcome.status = UNKNOWN
             return
-        num_devices = recipe.num_nodes * recipe.devices_per_node
+        # How many nodes a release's recipe has does not stand in its file.
+        num_devices = max(recipe.num_nodes * recipe.devices_per_node, fewest(recipe.arguments))
         outcome.status = REFUSED
         outcome.why = self._refusals(recipe, num_devices)
         if outcome.why:
@@ -104,7 +110,7 @@ class Runner:
             outcome.status, outcome.why = UNFIT, [str(error)]
             return
         outcome.layout, outcome.num_processes = scaled.layout, scaled.num_processes
-        outcome.changes = [asdict(change) for change in scaled.changes]
+        outcome.changes = [dataclasses.asdict(change) for change in scaled.changes]
         outcome.command = [*scaled.words, *self._ours]
         try:
             # TransformerEngine's variables would contradict Megatron's defaults without it.
@@ -235,7 +241,7 @@ def _variables(folder: Path) -> dict[str, str]:
         "CHECKPOINT_SAVE_PATH": "checkpoints", "CHECKPOINT_LOAD_PATH": "checkpoints",
         "TENSORBOARD_PATH": "board", "INFERENCE_OUTPUT_PATH": "out",
         "WANDB_SAVE_PATH": "wandb", "WANDB_EXPERIMENT": "recipe",
-        "DATA_BLEND": "corpus", "TOKENIZER_TYPE": "NullTokenizer", "TOKENIZER_MODEL_PATH": "none",
+        "DATA_BLEND": "corpus", "TOKENIZER_TYPE": "TikTokenizer", "TOKENIZER_MODEL_PATH": "none",
     }  # fmt: skip
 
 

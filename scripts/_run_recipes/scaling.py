@@ -6,8 +6,12 @@ groups, feed-forward widths, virtual stages, recomputation. All else is passed o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from megatron_wlb.settings.pattern import FLAG as PATTERN
+from megatron_wlb.settings.pattern import MAMBA
 
 MOST_PROCESSES = 4
 NUM_STEPS = 3
@@ -18,6 +22,7 @@ MIDDLES = {"prefix": 256, "middle": 257, "suffix": 258, "pad": 259, "eod": 0}
 """Tokens of fill-in-the-middle, which NullTokenizer knows by number: ids from 256 on are no bytes
 of the corpus, whose documents end with 0."""
 HEAD_DIM = 8
+STATE_DIM = 16
 MOST_EXPERTS = 8
 LOSS_OF_EXPERTS = "0.5"
 """The coefficient of an auxiliary loss: so large that the gradient's norm tells of it."""
@@ -37,7 +42,8 @@ LEFT_OUT = {
     FP32: """bf16 fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
         grad-reduce-in-bf16""",
     GPU: """first-last-layers-bf16 te-rng-tracker apply-layernorm-1p
-        defer-embedding-wgrad-compute wgrad-deferral-limit
+        defer-embedding-wgrad-compute wgrad-deferral-limit reuse-grad-buf-for-mxfp8-param-ag
+        moe-router-padding-for-quantization
         moe-grouped-gemm moe-permute-fusion moe-router-fusion""",
     FAULTS: "error-injection-rate error-injection-type",
     LOGS: "wandb-project wandb-exp-name wandb-entity wandb-save-dir",
@@ -109,9 +115,14 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
     """
     flags = _Flags(words)
     _leave_out(flags)
+    given_pp = flags.number("--pipeline-model-parallel-size", 1)
     tp, pp, cp, dp = _scale_layout(flags, num_devices)
     given_layers = flags.number("--num-layers", 1)
-    _scale_model(flags, tp, pp)
+    if PATTERN in flags.values:
+        _scale_pattern(flags, given_pp // pp, tp * cp)
+    else:
+        flags.put("--num-layers", _scale_layers(flags, pp), SCALED)
+    _scale_model(flags, tp)
     if "--num-experts" in flags.values:
         _scale_experts(flags, given_layers, tp, tp * cp * dp)
     else:  # Megatron checks it all the same.
@@ -134,12 +145,21 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
             flags.put(f"--fim-{name}-token", token, DATA)
     of_layout = {f"--{name}" for name in OF_LAYOUT.split()}
     alone = {flag: value for flag, value in flags.values.items() if flag not in of_layout}
+    if PATTERN in alone:
+        alone[PATTERN] = (alone[PATTERN][0].replace("|", ""),)
     named = {"TP": tp, "PP": pp, "CP": cp, "DP": dp}
     return Scaled(
         _words(flags.values), _words(alone), tp * pp * cp * dp,
         " ".join(f"{name}{size}" for name, size in named.items() if size > 1) or "one process",
         tuple(flags.changes()),
     )  # fmt: skip
+
+
+def fewest(words: Sequence[str]) -> int:
+    """Devices that a recipe's experts take in all stages."""
+    flags = _Flags(words)
+    names = ("expert-model-parallel", "expert-tensor-parallel", "pipeline-model-parallel")
+    return math.prod(flags.number(f"--{name}-size", 1) for name in names)
 
 
 def grouped(words: Sequence[str]) -> dict[str, Value]:
@@ -228,8 +248,23 @@ def _scale_layout(flags: _Flags, num_devices: int) -> tuple[int, int, int, int]:
     return tp, pp, cp, dp
 
 
-def _scale_model(flags: _Flags, tp: int, pp: int) -> None:
-    flags.put("--num-layers", _scale_layers(flags, pp), SCALED)
+def _scale_pattern(flags: _Flags, joined: int, most_groups: int) -> None:
+    """Leaves a stage, of ``joined`` in the recipe, and a depth one layer of each symbol."""
+    stages, *depths = flags.values[PATTERN][0].split("/")
+    segments = stages.split("|")
+    segments = ["".join(segments[at : at + joined]) for at in range(0, len(segments), joined)]
+    few = ["".join(dict.fromkeys(part)) for part in (*segments, *depths)]
+    stages = "|".join(few[: len(segments)])
+    flags.put(PATTERN, ("/".join([stages, *few[len(segments) :]]),), SCALED)
+    flags.leave_out("--num-layers", SCALED)  # Megatron counts symbols
+    if MAMBA in stages:
+        flags.put("--mamba-head-dim", HEAD_DIM, SCALED)
+        flags.put("--mamba-state-dim", STATE_DIM, SCALED)
+        flags.put("--mamba-num-groups", max(2, most_groups), SCALED)
+        flags.leave_out("--mamba-num-heads", SCALED)  # as many as the width has
+
+
+def _scale_model(flags: _Flags, tp: int) -> None:
     hidden, heads = flags.number("--hidden-size", 1), flags.number("--num-attention-heads", 1)
     groups = flags.number("--num-query-groups", heads)
     few_groups = groups if groups < 4 else max(4, tp)
@@ -245,7 +280,10 @@ def _scale_model(flags: _Flags, tp: int, pp: int) -> None:
     flags.put_if_given("--num-query-groups", few_groups, SCALED)
     flags.put_if_given("--hidden-size", small, SCALED)
     shrunk("--kv-channels", HEAD_DIM / (hidden / heads), 2)
-    for name in ("ffn-hidden-size", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"):
+    for name in (
+        "ffn-hidden-size", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size",
+        "moe-latent-size",
+    ):  # fmt: skip
         shrunk(f"--{name}", small / hidden, 8)
     if "--multi-latent-attention" in flags.values:
         _scale_latent(flags)
@@ -282,6 +320,8 @@ def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) ->
     num_experts = min(flags.number("--num-experts", 1), MOST_EXPERTS)
     flags.put("--num-experts", num_experts, SCALED)
     _scale_groups(flags, num_experts)
+    if flags.number("--moe-router-topk", 2) > num_experts:
+        flags.put("--moe-router-topk", num_experts // 2, SCALED)
     modules = flags.values.get("--recompute-modules", ())
     if "moe_act" in modules:  # of grouped kernels; whole layers of experts do without
         modules = tuple(dict.fromkeys("moe" if one == "moe_act" else one for one in modules))

@@ -34,7 +34,8 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
-QK_NORM = f"{GROUPED} --qk-layernorm --add-qkv-bias"
+GATED = "--attention-output-gate"
+QK_NORM = f"{GROUPED} {GATED} --qk-layernorm --add-qkv-bias"
 LATENT = (
     f"{LLAMA} --multi-latent-attention --kv-lora-rank 48 --qk-head-dim 24 --qk-pos-emb-head-dim 16 "
     "--v-head-dim 28"
@@ -95,7 +96,7 @@ CASES = {
     "latent-pp": (f"{LATENT} {PP}", RAGGED),
     # 1F1B.
     "pp": (f"{LLAMA} {PP}", RAGGED),
-    "pp-rising": (f"{GROUPED} {PP}", RISING),
+    "pp-rising": (f"{GROUPED} {PP} {GATED}", RISING),
     "pp-bf16": (f"{GROUPED} {PP} {BF16}", RAGGED),
     "pp-selective": (f"{PP} {SELECTIVE}", RAGGED),
     "pp-full": (f"{LLAMA} {PP} {FULL}", RAGGED),
@@ -127,7 +128,7 @@ KINDS = {
     "latents": LATENT,
     "low-latents": LOW,
     "prediction": f"{LLAMA} --mtp-num-layers 2",
-    "experts": f"{LLAMA} --num-experts 6 --moe-layer-freq [0]+[1]*3",
+    "experts": f"{LLAMA} {GATED} --num-experts 6 --moe-layer-freq [0]+[1]*3",
     "shared": f"{LLAMA} --num-experts 4 --moe-layer-freq 2 --qk-layernorm",
 }
 
@@ -145,6 +146,7 @@ def drawn(kind: str, random: Random) -> str:
         flags += f" --moe-router-topk {topk} --moe-ffn-hidden-size {ffn}"
     if kind == "shared":
         flags += f" --moe-shared-expert-intermediate-size {random.randint(20, 90)}"
+        flags += f" --moe-latent-size {random.randint(20, 90)}"
     return flags
 
 
@@ -207,7 +209,7 @@ AGAIN = 0, 2, 3
         (f"{LLAMA} {PP}", AGAIN, False, LAYERS),
         further(f"{GROUPED} {PP}", AGAIN, False, LAYERS),
         (f"{LLAMA} {PP}", AGAIN, False, MLPS),
-        further(f"{LLAMA} {PP} {BF16}", AGAIN, False, MLPS),
+        further(f"{LLAMA} {PP} {BF16} {GATED}", AGAIN, False, MLPS),
         (f"{LLAMA} {PP}", AGAIN, False, HOST),
         further(f"{LLAMA} {PP} {CP}", range(6), True, HOST),
         further(f"{LLAMA} {CP}", AGAIN, False, HOST),

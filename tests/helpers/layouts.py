@@ -60,6 +60,7 @@ MODELS = {
     "gpt2": "--position-embedding-type learned_absolute",
     # LayerNorm with bias, half the head rotated in pairs, heads wider than hidden ÷ heads, tied.
     "mixed": "--rotary-interleaved --rotary-percent 0.5 --kv-channels 12 --qk-layernorm "
+    "--attention-output-gate "
     "--group-query-attention --num-query-groups 2",
 }
 MODELS_OF_POSITIONS = {
@@ -92,7 +93,7 @@ _EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 0.3"
 # As DeepSeek's: sigmoids, groups of experts, moving biases, a dense layer, a shared expert.
 _DEEPSEEK_EXPERTS = (
     f"{_EXPERTS} --moe-layer-freq [0]+[1]*3 --moe-router-topk 3 "
-    "--moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid "
+    "--moe-shared-expert-intermediate-size 24 --moe-latent-size 20 --moe-router-score-function sigmoid "
     "--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 2 "
     "--moe-router-topk-scaling-factor 2.0 --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.05 --moe-router-dtype fp32 "

@@ -251,6 +251,7 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         normalization=m.normalization,
         layernorm_epsilon=m.norm_epsilon,
         qk_layernorm=m.qk_layernorm,
+        attention_output_gate=m.attention_output_gate,
         gated_linear_unit=m.swiglu,
         activation_func=torch.nn.functional.silu if m.swiglu else torch.nn.functional.gelu,
         bias_activation_fusion=False,

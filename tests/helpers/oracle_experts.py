@@ -17,7 +17,7 @@ from megatron_wlb.settings.megatron import ModelConfig
 _SAME = (
     "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
-    "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_dtype"
+    "moe_latent_size moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_dtype"
 )
 NAMES = {
     "aux_loss": "load_balancing_loss",

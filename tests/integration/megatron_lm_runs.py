@@ -123,6 +123,7 @@ EXPERTS: Flags = {
     "moe_ffn_hidden_size": 32,
     "moe_router_topk": 2,
     "moe_shared_expert_intermediate_size": 32,
+    "moe_latent_size": 16,
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_aux_loss_coeff": 0.5,
     "moe_z_loss_coeff": 0.1,

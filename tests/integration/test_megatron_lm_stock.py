@@ -92,7 +92,8 @@ CASES: dict[str, Flags] = {
         "qk_layernorm": None,
         "init_method_std": 0.2,
     },
-    "hybrid-experts": balanced("seq_aux_loss") | {"hybrid_layer_pattern": "*E*-E"},
+    "hybrid-experts": balanced("seq_aux_loss")
+    | {"hybrid_layer_pattern": "*E*-E", "moe_latent_size": 24},
     "hybrid-sliding": PP2
     | {
         "hybrid_layer_pattern": "*-*|-*-",

@@ -28,6 +28,7 @@ class Attention(Part):
     """Dimension of one head."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = False
     rotary_percent: float = 1.0
     reach_tokens: int | None = None
     """The most keys that a query sees, its own the last, with a sliding window; None: all of its
@@ -53,7 +54,7 @@ class Attention(Part):
 
     @property
     def columns(self) -> int:
-        return self.query_size + 2 * self.key_size
+        return (2 if self.output_gate else 1) * self.query_size + 2 * self.key_size
 
     @property
     def rows(self) -> int:
@@ -63,7 +64,8 @@ class Attention(Part):
     def elementwise_numbers(self) -> int:
         """Read and written a token: q, k, v taken out of one tensor, rotated, normalised."""
         times = (self.rotary_percent > 0) + self.qk_norm
-        return 2 * self.columns + times * 2 * (self.query_size + self.key_size)
+        gated = 2 * self.query_size if self.output_gate else 0
+        return 2 * self.columns + times * 2 * (self.query_size + self.key_size) + gated
 
     def divided(self, p: Parallelism) -> Divided:
         yield "num_attention_heads", self.num_attention_heads, "TP", p.tp_size
@@ -89,7 +91,8 @@ class Attention(Part):
         heads, groups = self.num_attention_heads / tp_size, self.num_query_groups / tp_size
         bias = on.shape.linear_bias or self.qkv_bias
         # V stays a view of the product, and so keeps all of it.
-        operations = [on.into("qkv", e * (q + 2 * k), self.columns, bias=bias)]
+        taken = e * self.columns / tp_size
+        operations = [on.into("qkv", taken, self.columns, bias=bias)]
 
         rotary = self.kv_channels * self.rotary_percent
         rotated = rotary > 0
@@ -128,9 +131,10 @@ class Attention(Part):
             attention = Operation("attention", kept, backward=gradients)
         attention = replace(attention, keys=2 * e * k, gradients=2 * FP32 * k, prefix=prefix)
         if on.recompute.granularity != "selective":  # which keeps what attention is given
-            # Keys of their own, and the product of which queries are no view.
+            # Keys of their own, and the product of which neither queries nor a gate is a view.
             apart = rotated or self.qk_norm
-            product = e * (q + 2 * k) if not self.qk_norm and (rotated or copied) else 0.0
+            viewed = self.qk_norm or self.output_gate or not (rotated or copied)
+            product = 0.0 if viewed else taken
             attention = replace(attention, joined=e * q)
             operations[0] = replace(operations[0], cached=product)
             operations[-1] = replace(
@@ -138,7 +142,20 @@ class Attention(Part):
             )
         matrix = on.bytes.matrix
         copy = matrix.element_bytes * q if matrix.keeps_copies else 0.0
-        return [*operations, attention, on.out_of("projection", e * q + copy, self.rows)]
+        return [
+            *operations,
+            attention,
+            *self._gate(on, q),
+            on.out_of("projection", e * q + copy, self.rows),
+        ]
+
+    def _gate(self, on: Blocks, q: float) -> list[Operation]:
+        """The product of attention's output, which is kept, and the sigmoid of the gate."""
+        if not self.output_gate:
+            return []
+        e, fp32 = on.bytes.attention.element_bytes, FP32 * q
+        kept = e * q + (0.0 if on.fused else fp32)
+        return [Operation("gate", kept, forward=fp32, backward=on.hidden + e * q + 2 * fp32)]
 
     def _exchanged(self, on: Blocks, kept: float, gradients: float) -> Operation:
         """Attention over CP ranks, in one head group.

@@ -32,6 +32,9 @@ class Experts(Part):
     gated: bool
     shared_hidden_size: int = 0
     """MLP size of the shared expert; 0 without one."""
+    latent_size: int | None = None
+    """Numbers of a token that experts take and give, between two products that all tokens pass; if
+    not given they take the hidden state."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -60,18 +63,21 @@ class Experts(Part):
 
     @property
     def expert_numbers(self) -> int:
-        """Weights of one expert for each number of the hidden state."""
+        """Weights of one expert for each number that it takes."""
         return self.expert_columns + self.expert_hidden_size
 
-    @property
-    def matrix_numbers(self) -> int:
-        """Weights that a token passes, for each number of the hidden state."""
-        return self.num_experts + self.columns + self.rows + self.routed_numbers
+    def weights(self, hidden_size: int) -> int:
+        """And those of the router and around latents."""
+        routed = self.routed_weights(hidden_size)
+        return Part.weights(self, hidden_size) + hidden_size * self._chosen + routed
 
     @property
-    def routed_numbers(self) -> int:
-        """Weights that it passes in experts, which other ranks may have."""
-        return self.topk * self.expert_numbers
+    def _chosen(self) -> int:
+        """Weights for each number of the hidden state that tensor parallelism does not divide."""
+        return self.num_experts + 2 * (self.latent_size or 0)
+
+    def routed_weights(self, hidden_size: int) -> int:
+        return self.topk * self.expert_numbers * (self.latent_size or hidden_size)
 
     @property
     def elementwise_numbers(self) -> int:
@@ -81,12 +87,14 @@ class Experts(Part):
     @property
     def routed_elementwise_numbers(self) -> int:
         """Read and written a token by its experts' activations."""
-        return self.routed_numbers
+        return self.topk * self.expert_numbers
 
     def product_numbers(self, hidden_size: int, p: Parallelism) -> float:
-        each = 2 * hidden_size + (self.expert_columns + self.expert_hidden_size) / p.expert_tp_size
+        width = self.latent_size or hidden_size
+        each = 2 * width + (self.expert_columns + self.expert_hidden_size) / p.expert_tp_size
         shared = Part.product_numbers(self, hidden_size, p)
-        return shared + hidden_size + self.num_experts + self.topk * each
+        around = 2 * (hidden_size + self.latent_size) if self.latent_size else 0
+        return shared + hidden_size + self.num_experts + around + self.topk * each
 
     def num_kernels(self, p: Parallelism) -> int:
         """Besides a dense MLP's: the router, permutations, and each expert's products."""
@@ -98,22 +106,24 @@ class Experts(Part):
         yield "shared_hidden_size", self.shared_hidden_size, "TP", p.tp_size
 
     def parameters(self, on: Executed) -> int:
-        """The shared expert's and the router's."""
-        bias = on.shape.linear_bias
-        return self.matrix_parameters(on, bias=bias) + on.shape.hidden_size * self.num_experts
+        """The shared expert's, the router's and those around latents."""
+        bias, h = on.shape.linear_bias, on.shape.hidden_size
+        biases = self.latent_size + h if bias and self.latent_size else 0
+        return self.matrix_parameters(on, bias=bias) + h * self._chosen + biases
 
     def routed_parameters(self, on: Executed) -> int:
-        h, p = on.shape.hidden_size, on.parallelism
-        each = h * self.expert_numbers
+        width, p = self.latent_size or on.shape.hidden_size, on.parallelism
+        each = width * self.expert_numbers
         if on.shape.linear_bias:
-            each += self.expert_columns + h * p.expert_tp_size
+            each += self.expert_columns + width * p.expert_tp_size
         return self.num_experts * each // p.expert_ranks
 
-    def dispatched_numbers(self, p: Parallelism, hidden: float) -> tuple[float, float]:
-        copied = 2 * (1 + self.topk) * hidden
+    def dispatched_numbers(self, p: Parallelism, hidden_size: int) -> tuple[int, float, float]:
+        width = (self.latent_size or hidden_size) / p.sequence_shards
+        copied = 2 * (1 + self.topk) * width
         if self.num_experts > p.ep_size:  # and again by those of the rank
-            copied += 4 * self.topk * hidden * p.expert_tp_size
-        return self.topk * hidden, copied
+            copied += 4 * self.topk * width * p.expert_tp_size
+        return self.topk, self.topk * width, copied
 
     def operations(self, on: Blocks) -> list[Operation]:
         shared = FeedForward(self.shared_hidden_size, self.gated) if self.columns else None
@@ -125,7 +135,8 @@ class Experts(Part):
         A rank's experts get ``got`` tokens for each of the micro-batch: with experts divided by
         tensor parallelism also those of the ranks that have the other parts.
         """
-        p, e, h = on.parallelism, on.elementwise, on.shape.hidden_size
+        p, e, hidden_size = on.parallelism, on.elementwise, on.shape.hidden_size
+        h = self.latent_size or hidden_size
         sent = self.topk / p.sequence_shards
         got = sent * on.execution.expert_imbalance * p.expert_tp_size
         f, columns = self.expert_hidden_size / p.expert_tp_size, self.expert_columns
@@ -141,14 +152,22 @@ class Experts(Part):
         # Scores, the chosen ones, and where each copy went.
         routing = 2 * logits + (FP32 + INT64) * sent + self.num_experts / p.sequence_shards
         act = 2 * e * f * got if self.gated and not on.fused else 0.0
+        latents = (self.latent_size or 0) / p.sequence_shards
+        around = on.element_bytes * hidden_size * (self.latent_size or 0)
+        into_latents, out_of_latents = (
+            [Operation(name, kept, e * latents, on.hidden + e * latents, around)] if around else []
+            for name, kept in (("into latents", 0.0), ("out of latents", matrix * latents))
+        )
         return [
             Operation(
                 "router",
                 routing,
                 forward=logits,
                 backward=on.hidden + 2 * logits,
+                weight_bytes=on.element_bytes * hidden_size * self.num_experts,
                 stays=INT64 * sent,
             ),
+            *into_latents,
             Operation(
                 "dispatch",
                 matrix * h * got,
@@ -177,4 +196,5 @@ class Experts(Part):
                 weight_bytes=weights * self.expert_hidden_size,
             ),
             Operation("combine", forward=moved, backward=on.hidden + moved),
+            *out_of_latents,
         ]

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_wlb.runtime.compat.patching import PatchSet
 
@@ -19,6 +22,36 @@ def install_experts(patches: PatchSet) -> None:
     # Experts divided by tensor parallelism gather unequal lengths, which gloo does not.
     patches.wrap(mappings, "_gather_along_first_dim", _gather)
     patches.wrap(mappings, "_reduce_scatter_along_first_dim", _reduce_scatter)
+    # Products around latents of experts (--moe-latent-size).
+    patches.replace(moe_layer, "HAVE_TE", True)
+    patches.replace(moe_layer, "TELinear", _SameOnAllRanks)
+
+
+class _SameOnAllRanks(torch.nn.Linear):
+    """TransformerEngine's product of weights that tensor parallelism does not divide."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__(input_size, output_size, bias, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+            if bias:
+                torch.nn.init.zeros_(self.bias)
+        for weight in self.parameters():
+            # Each rank has a gradient of its own tokens.
+            weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(tokens), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets,
+            tp_group=get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -89,7 +89,7 @@ def test_exchange_of_one_head_group_is_not_hidden() -> None:
 def test_one_device_without_collectives_computes_flops_at_its_rates() -> None:
     layer = model(parallelism=Parallelism()).layer()
     assert layer.tp_us == layer.cp_us == 0
-    flops = 2 * 4096 * LLAMA2_7B.layer.matrix_numbers
+    flops = 2 * LLAMA2_7B.layer.weights(4096)
     assert layer.matrix_us == pytest.approx(flops / (H100.linear_tflops * 1e6))
     attention = LLAMA2_7B.attention_flops(1) / LLAMA2_7B.num_layers
     assert layer.attention_us == pytest.approx(attention / (H100.attention_tflops * 1e6))

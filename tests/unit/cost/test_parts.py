@@ -123,10 +123,9 @@ def test_every_kind_keeps_its_promises(kind: type[Part], data: st.DataObject) ->
     for o in (*tape, *halves):
         assert min(o.saved - max(o.cached, o.stays), o.forward, o.backward, o.weight_bytes) >= 0, o
     weights = sum(o.weight_bytes for o in tape) / 2  # bf16
-    router = h * (part.matrix_numbers - part.columns - part.rows - part.routed_numbers)
     whole, half = (part.parameters(on) + part.routed_parameters(on) for on in (one, two))
-    assert 0 <= whole - weights - router < h + part.columns, "beside norms and biases"
-    assert part.routed_numbers or weights == h * part.matrix_numbers + part.inner_weights
+    assert 0 <= whole - weights < h + part.columns, "beside norms and biases"
+    assert part.routed_weights(h) or weights == part.weights(h)
     assert whole / 2 <= half <= whole
     saved, saved_here = (sum(o.saved for o in operations) for operations in (tape, halves))
     assert saved / 2 - 1 <= saved_here <= 0.75 * saved, "tensor parallelism divides most"
