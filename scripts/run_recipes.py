@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs Megatron-LM's own recipes, made small, with plans: which train, and equal one process?
+r"""Runs Megatron-LM's own recipes, made small, with plans: which train, and equal one process?
 
 Each recipe of tests/functional_tests/test_cases/KIND is read and asked of the launcher as it
 stands, with --wlb-packing hold or another. Those that are accepted are made small and train three
@@ -10,7 +10,7 @@ gradient norm of each step are compared.
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2*'      # some of them
     scripts/run_recipes.py ~/Megatron-LM --packing slim          # in slices
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2' --spoil weight  # must fail
-    scripts/run_recipes.py ~/Megatron-LM --kind nemotron \\
+    scripts/run_recipes.py ~/Megatron-LM --kind nemotron \
         --change='--moe-token-dispatcher-type alltoall'                  # what a refusal advises
     scripts/run_recipes.py --table gpt.json gpt-slim.json moe.json       # the tables of the docs
 

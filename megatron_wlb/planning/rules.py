@@ -166,6 +166,11 @@ def _divides(
     return Refusal(name, undivided, reason, "use a multiple of {found}")
 
 
+def _has(sign: str) -> Callable[[Facts], bool]:
+    """Whether a HybridModel has such layers."""
+    return lambda f: sign in (f.p.hybrid_layer_pattern or "")
+
+
 Rules: TypeAlias = tuple[Refusal[Facts], ...]
 
 _LEAVE_ONE = "leave one of them out"
@@ -249,6 +254,20 @@ GENERAL: Rules = (
     Refusal("hybrid_layer_pattern",
         lambda f, v: v and (pattern.EXPERTS in v) != (f.m.num_experts is not None),
         "--num-experts is {f.m.num_experts}", "give layers E and --num-experts, or neither"),
+    Refusal("hybrid_layer_pattern", lambda f, _: _has(pattern.DELTA)(f) and f.tp > 1
+        and not f.p.sequence_parallel, "TP ranks would each train the norms of layers G by their "
+        "own heads alone: Megatron adds up their gradients only with --sequence-parallel", "add it"),
+    _divides("TP × CP", lambda f: f.tp * f.cp, "linear_num_key_heads", _has(pattern.DELTA)),
+    _divides("--linear-num-key-heads", lambda f: f.m.linear_num_key_heads,
+        "linear_num_value_heads", _has(pattern.DELTA)),
+    _divides("TP × CP", lambda f: f.tp * f.cp, "mamba_num_heads", _has(pattern.MAMBA)),
+    _divides("TP", lambda f: f.tp, "mamba_num_groups", _has(pattern.MAMBA)),
+    _divides("--mamba-num-groups", lambda f: f.m.mamba_num_groups, "mamba_num_heads",
+        _has(pattern.MAMBA)),
+    Refusal("mamba_num_groups", lambda f, v: _has(pattern.MAMBA)(f) and (own := v // f.tp)
+        and own % f.cp and f.cp % own and own,
+        "each TP rank has {found} of them, and neither does CP {f.cp} divide that nor that CP",
+        "use a multiple of TP × CP"),
     Refusal("multi_latent_attention",
         lambda f, v: v and pattern.ATTENTION in (f.p.hybrid_layer_pattern or ""),
         "--hybrid-layer-pattern {f.p.hybrid_layer_pattern} has layers of plain attention *",
@@ -436,7 +455,6 @@ ALONE: Rules = (
             ("decrease_batch_size_if_needed", "one size of batches"),
             ("fp8_format", "no FP8"),
             ("use_torch_fsdp2", "no FSDP2"),
-            ("hybrid_layer_pattern", "a GPT"),
             ("wlb_strategies", "one layout"),
             ("wlb_metrics", "no log"),
         )

@@ -50,6 +50,9 @@ def wrong(gloo: GlooPool, oracle: Oracle) -> Differences:
     ) -> list[str]:
         expected = oracle(case, plan_for, workload)
         given = case.config, workload, expected.initial, fault, plan_for
-        return differences(expected, gloo.run(case.world_size, train, *given))
+        # Megatron's norm in Mamba-2 has an epsilon of its own, so small that tokens whose output
+        # is next to nothing are mostly rounding.
+        times = 4.0 if case.model == "mamba" else 1.0
+        return differences(expected, gloo.run(case.world_size, train, *given), times)
 
     return run

@@ -151,10 +151,10 @@ def check_scale() -> None:
 def check_specs() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
+    from megatron_wlb.runtime.compat.norm import TorchNorm
     from megatron_wlb.runtime.gpt import build
     from megatron_wlb.runtime.gpt.attention.document_attention import DocumentAttention
     from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
-    from megatron_wlb.runtime.gpt.norm import TorchNorm
 
     chosen = options()
     spec = gpt_layer_specs.get_gpt_layer_local_spec()

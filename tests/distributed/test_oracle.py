@@ -91,6 +91,7 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
 ACCOUNTS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 STAGES = "--pipeline-model-parallel-layout"
 FEW = "--num-layers 2"
+FOUR_HEADS = "--linear-num-key-heads 4"
 MASKED, BY_SAMPLE = WORKLOAD.masked(seed=3), WORKLOAD.masked(seed=4, by_sample=True)
 WORKLOADS = {
     "masked": MASKED, "by-sample": BY_SAMPLE, "own-loss": OWN_LOSS, "latents": LATENT_WORKLOAD,
@@ -260,6 +261,20 @@ CASES = [
         Layout("moe-seq", 1, dp=2),  # all experts in each replica
         Layout("moe-seq", 1, pp=2, dp=2, ep=2, extra=FULL),
     ], merged_for),
+    # Layers that carry a state.
+    *each([
+        Layout("delta", 3, tp="2sp", extra=FULL),
+        Layout("states", 3, cp=2, ep=2, sharding="per-document"),
+    ]),
+    *each([
+        Layout("delta", 3, pp=2, dp=2, extra=GATHER),
+        Layout("delta", 3, tp="2sp", cp=2, extra=FOUR_HEADS),
+        Layout("mamba", 3, pp=2, tp="2sp", extra=FULL),
+        Layout("mamba", 3, cp=2, sharding="per-document"),
+        Layout("states", 4, pp=2, vpp=2, dp=2, ep=2),
+    ], sliced_for),
+    Case(Layout("states", 4, pp=2, vpp=2), hosted_for, with_small_slabs),
+    Case(Layout("mamba", 3, pp=4), recomputed_for),
     # Tokens that are no targets, or count differently; a loss of one's own.
     *each([
         Layout("mixed", 4, dp=2, extra=f"{TWO_AHEAD} {SHARDED}"),

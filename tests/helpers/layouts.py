@@ -13,6 +13,8 @@ from helpers.oracle import OracleRun
 from helpers.workload import make_workload
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.pattern import FLAG as PATTERN
+from megatron_wlb.settings.pattern import HybridPattern
 
 _DOCUMENTS: list[list[int | tuple[int, ...]]] = [
     [37, 1, 5, 60, 12, 29, 2, 48, 1, 17, (33, 20), 9, 55, 3],
@@ -93,7 +95,8 @@ _EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 0.3"
 # As DeepSeek's: sigmoids, groups of experts, moving biases, a dense layer, a shared expert.
 _DEEPSEEK_EXPERTS = (
     f"{_EXPERTS} --moe-layer-freq [0]+[1]*3 --moe-router-topk 3 "
-    "--moe-shared-expert-intermediate-size 24 --moe-latent-size 20 --moe-router-score-function sigmoid "
+    "--moe-shared-expert-intermediate-size 24 --moe-latent-size 20 "
+    "--moe-router-score-function sigmoid "
     "--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 2 "
     "--moe-router-topk-scaling-factor 2.0 --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.05 --moe-router-dtype fp32 "
@@ -108,6 +111,22 @@ MODELS_OF_EXPERTS = {
     "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 1.5 0.7",
 }
 MODELS |= MODELS_OF_EXPERTS
+# A first token's output may be next to nothing, which its norm would make all rounding.
+_DELTA = (
+    "--norm-epsilon 0.01 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
+    "--linear-value-head-dim 10"
+)
+_MAMBA = "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 10 --mamba-num-groups 2"
+MODELS_OF_STATES = {
+    "delta": f"{MODELS['llama']} {_DELTA} --hybrid-layer-pattern G-*-G*G-",
+    "mamba": f"{MODELS['llama'].replace('--qk-layernorm ', '')} {_MAMBA} "
+    "--mtp-loss-scaling-factor 0.7 --hybrid-layer-pattern M-*-*-M-/*M-/*M-",
+    "states": f"{MODELS['llama']} {_DELTA} {_MAMBA} --hybrid-layer-pattern GE*MG*E- "
+    + _DEEPSEEK_EXPERTS.replace("--moe-layer-freq [0]+[1]*3", ""),
+}
+"""Layers that carry a state, whose stages are equal."""
+MODELS |= MODELS_OF_STATES
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 OVERLAP = "--overlap-grad-reduce"
@@ -152,7 +171,13 @@ class Layout:
     @property
     def config(self) -> Config:
         flags = [*COMMON.split(), *MODELS[self.model].split()]
-        flags += ["--num-layers", str(max(4, self.pp * self.vpp)), *self.extra.split()]
+        if PATTERN in flags:
+            at, num = flags.index(PATTERN) + 1, self.pp * self.vpp
+            pattern = HybridPattern.of(flags[at])
+            flags[at] = pattern.divided([len(pattern.layers) // num] * num)
+        else:
+            flags += ["--num-layers", str(max(4, self.pp * self.vpp))]
+        flags += self.extra.split()
         flags += ["--global-batch-size", str(self.num_micro_batches * self.dp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--tensor-model-parallel-size", self.tp[0]]

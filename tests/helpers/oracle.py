@@ -21,6 +21,7 @@ from helpers.oracle_experts import OracleRouters, expert_settings, layer_specs
 from helpers.workload import Workload
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.pattern import HybridPattern
 
 Array = npt.NDArray[np.floating[Any]]
 State = dict[str, Array]
@@ -220,11 +221,13 @@ def _slide(model: Any, config: Config) -> None:
 
 
 def _stock_model(config: Config, vocab_size: int) -> Any:
-    """Megatron's GPT from its stock local layer, undivided."""
+    """Megatron's GPT or HybridModel of its stock local layers, undivided."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -233,7 +236,7 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    m = config.model
+    m, pattern = config.model, config.parallel.hybrid_layer_pattern
     latent: dict[str, Any] = {}
     if m.multi_latent_attention:
         latent = {name: getattr(m, name) for name in LATENT.split()}
@@ -266,6 +269,8 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         attention_dropout=0.0,
         cuda_graph_modules=[],
         mtp_num_layers=m.mtp_num_layers,
+        is_hybrid_model=pattern is not None,
+        **{name: value for name, value in vars(m).items() if name.startswith(("linear_", "mamba_"))},
         **expert_settings(m),
     )
     for name, value in dataclasses.asdict(m).items():
@@ -273,6 +278,20 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
             setattr(core, name.removeprefix("wlb_"), value)
             core.yarn_correction_range_round_to_int = True
     multiple = m.make_vocab_size_divisible_by
+    common: dict[str, Any] = dict(
+        config=core,
+        vocab_size=math.ceil(vocab_size / multiple) * multiple,
+        max_sequence_length=m.max_position_embeddings or config.data.seq_length,
+        share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
+        position_embedding_type=m.position_embedding_type,
+        rotary_percent=m.rotary_percent,
+        rotary_base=m.rotary_base,
+        seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+    )
+    if pattern is not None:
+        stack = hybrid_layer_specs.hybrid_stack_spec
+        undivided = HybridPattern.of(pattern).divided()
+        return HybridModel(hybrid_stack_spec=stack, hybrid_layer_pattern=undivided, **common)
     spec = layer_specs(core)
     for layer in getattr(spec, "layer_specs", [spec]) if latent else ():
         layer.submodules.self_attention.submodules.core_attention = _plain_attention()
@@ -282,18 +301,11 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
     # Without TransformerEngine Megatron asks whether layers are of a class of it that is a mock.
     with mock.patch.object(multi_latent_attention, "HAVE_TE", False):
         return GPTModel(
-            config=core,
             transformer_layer_spec=spec,
             mtp_block_spec=further,
-            vocab_size=math.ceil(vocab_size / multiple) * multiple,
-            max_sequence_length=m.max_position_embeddings or config.data.seq_length,
-            share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
-            position_embedding_type=m.position_embedding_type,
-            rotary_percent=m.rotary_percent,
-            rotary_base=m.rotary_base,
             rope_scaling=m.use_rope_scaling,
             rope_scaling_factor=m.rope_scaling_factor,
-            seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+            **common,
         )
 
 
@@ -332,8 +344,8 @@ def _randomise(parameters: dict[str, Any], seed: int) -> State:
     for name, parameter in sorted(parameters.items()):
         values = random.standard_normal(tuple(parameter.shape))
         if parameter.ndim > 1:
-            values *= 0.3 if "embedding" in name else parameter.shape[1] ** -0.5
-        elif name.endswith("norm.weight"):
+            values *= 0.3 if "embedding" in name else parameter[0].numel() ** -0.5
+        elif name.endswith(("norm.weight", "mixer.D")):
             values = 1.0 + 0.2 * values
         else:
             values *= 0.1

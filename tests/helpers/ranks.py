@@ -67,7 +67,7 @@ def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any
     for first, gpt in zip(_first_layers(config, model), model.gpts, strict=True):
         named += [(whole_name(n, first, tied, first_expert), p) for n, p in gpt.named_parameters()]
     tp, etp = groups.tp, (groups.expt_tp.rank(), groups.expt_tp.size())
-    held = held_by(state, named, tp.rank(), tp.size(), config.model.swiglu, etp)
+    held = held_by(state, named, tp.rank(), tp.size(), config.model, etp)
     with torch.no_grad():
         for part, (_, parameter) in zip(held, named, strict=True):
             parameter.copy_(torch.from_numpy(state[part.name].reshape(-1)[part.indices]))

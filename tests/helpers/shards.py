@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.oracle import Array, OracleRun, State
+from megatron_wlb.settings.megatron import ModelConfig
 
 Indices = npt.NDArray[np.int64]
 
@@ -92,21 +93,38 @@ def whole_name(name: str, first_layer: int, tied: bool, first_expert: int = 0) -
     return f"{layers}{int(number) + first_layer}{dot}{rest}"
 
 
+def sections(name: str, m: ModelConfig) -> list[int]:
+    """Sizes of what stands in a weight one after another, and is divided each for itself.
+
+    Query, key and value rows of attention are grouped by query group. A gated MLP's first layer is
+    ``[gate; up]``; what states take of a token, and gates, are as in their papers.
+    """
+    keys = m.linear_num_key_heads * m.linear_key_head_dim
+    values = m.linear_num_value_heads * m.linear_value_head_dim
+    inner = (m.mamba_num_heads or 0) * m.mamba_head_dim
+    shared = m.mamba_num_groups * m.mamba_state_dim
+    known = {
+        ".linear_fc1.": [1, 1] if m.swiglu else [1],
+        ".self_attention.in_proj.": [keys, keys, values, values, *[m.linear_num_value_heads] * 2],
+        ".self_attention.conv1d": [keys, keys, values],
+        ".mixer.in_proj.": [inner, inner, shared, shared, m.mamba_num_heads or 0],
+        ".mixer.conv1d": [inner, shared, shared],
+    }
+    return next((sizes for part, sizes in known.items() if part in name), [1])
+
+
 def shard(
-    whole: npt.NDArray[Any], name: str, dim: int | None, rank: int, size: int, gated: bool
+    whole: npt.NDArray[Any], parts: Sequence[int], dim: int | None, rank: int, size: int
 ) -> Any:
     """A TP rank's part of a whole array, as Megatron divides it.
 
-    Contiguous along ``dim`` (None: every rank has all of it); query, key and value rows are grouped
-    by query group, so that holds for them too. A gated MLP's first layer is ``[gate; up]``, and
-    each half is divided.
+    Contiguous along ``dim`` (None: every rank has all of it) in each of :func:`sections`.
     """
     if dim is None:
         return whole
-    if gated and ".linear_fc1." in name:
-        halves = np.split(whole, 2, axis=dim)
-        return np.concatenate([np.split(half, size, axis=dim)[rank] for half in halves], axis=dim)
-    return np.split(whole, size, axis=dim)[rank]
+    ends = np.cumsum(parts)[:-1] * whole.shape[dim] // sum(parts)
+    own = (np.split(part, size, axis=dim)[rank] for part in np.split(whole, ends, axis=dim))
+    return np.concatenate([*own], axis=dim)
 
 
 def differences(oracle: OracleRun, runs: Sequence[RankRun], times: float = 1.0) -> list[str]:
@@ -197,7 +215,7 @@ def held_by(
     parameters: Iterable[tuple[str, Any]],
     tp_rank: int,
     tp_size: int,
-    gated: bool,
+    model: ModelConfig,
     of_experts: tuple[int, int] = (0, 1),
 ) -> list[Held]:
     """Finds where the elements of a rank's parameters, by whole names, lie in the whole model's.
@@ -210,7 +228,7 @@ def held_by(
         divided = getattr(parameter, "tensor_model_parallel", False)
         dim = parameter.partition_dim if divided else None
         part = of_experts if EXPERTS in name else (tp_rank, tp_size)
-        indices = shard(whole, name, dim, *part, gated)
+        indices = shard(whole, sections(name, model), dim, *part)
         assert indices.shape == tuple(parameter.shape), (name, indices.shape, parameter.shape)
         result.append(Held(name, indices))
     return result

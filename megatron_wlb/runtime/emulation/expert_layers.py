@@ -31,7 +31,14 @@ class _SameOnAllRanks(torch.nn.Linear):
     """TransformerEngine's product of weights that tensor parallelism does not divide."""
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool, **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        **_: Any,
     ) -> None:
         super().__init__(input_size, output_size, bias, dtype=config.params_dtype)
         if config.perform_initialization:

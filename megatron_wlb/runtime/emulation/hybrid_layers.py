@@ -17,8 +17,8 @@ from megatron.core.transformer import attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from megatron_wlb.runtime.compat.norm import TorchNorm
 from megatron_wlb.runtime.compat.patching import PatchSet
 
 _INSIDE = "sharded_state_dict_keys_map"
@@ -30,7 +30,7 @@ def install_hybrid(patches: PatchSet) -> None:
     # keys, unless a spec has others.
     for module in (hybrid_block, attention):
         if hasattr(module, "TENorm"):
-            patches.replace(module, "TENorm", WrappedTorchNorm)
+            patches.replace(module, "TENorm", TorchNorm)
     spec = hybrid_layer_specs.hybrid_stack_spec
     patches.replace(spec, "submodules", _local(spec.submodules))
 
@@ -40,24 +40,24 @@ def _local(stack: Any) -> Any:
     made = {
         "attention_layer": _with(
             _attention(stack.attention_layer, "qkv"),
-            input_layernorm=WrappedTorchNorm,
+            input_layernorm=TorchNorm,
             **{_INSIDE: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}},
         ),
         "mlp_layer": _with(
             stack.mlp_layer,
-            pre_mlp_layernorm=WrappedTorchNorm,
+            pre_mlp_layernorm=TorchNorm,
             mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
             **{_INSIDE: {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}},
         ),
         "moe_layer": _with(
             stack.moe_layer,
-            pre_mlp_layernorm=WrappedTorchNorm,
+            pre_mlp_layernorm=TorchNorm,
             mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
         ),
     }
     made["mamba_layer"] = _with(
         stack.mamba_layer,
-        norm=WrappedTorchNorm,
+        norm=TorchNorm,
         mixer=_with(
             stack.mamba_layer.submodules.mixer,
             in_proj=ColumnParallelLinear,
@@ -68,19 +68,15 @@ def _local(stack: Any) -> Any:
     delta = _with(
         stack.gdn_layer.submodules.self_attention,
         in_proj=ColumnParallelLinear,
-        out_norm=WrappedTorchNorm,
+        out_norm=TorchNorm,
         out_proj=RowParallelLinear,
     )
-    made["gdn_layer"] = _with(
-        stack.gdn_layer, input_layernorm=WrappedTorchNorm, self_attention=delta
-    )
+    made["gdn_layer"] = _with(stack.gdn_layer, input_layernorm=TorchNorm, self_attention=delta)
     if hasattr(stack, "mla_layer"):  # from 0.19 on
         columns = "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"
-        made["mla_layer"] = _with(
-            _attention(stack.mla_layer, *columns), input_layernorm=WrappedTorchNorm
-        )
+        made["mla_layer"] = _with(_attention(stack.mla_layer, *columns), input_layernorm=TorchNorm)
     depth, *_ = stack.mtp_block_spec.submodules.layer_specs
-    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), TorchNorm)
     ahead = _with(depth, eh_proj=ColumnParallelLinear, **norms)
     made["mtp_block_spec"] = _with(stack.mtp_block_spec, layer_specs=[ahead])
     return replace(stack, **made)

@@ -1,8 +1,9 @@
-"""Settings -> Megatron's own GPT, with packed attention in each layer, wrapped for DP."""
+"""Settings -> Megatron's own GPT or HybridModel, whose layers know documents, wrapped for DP."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -19,6 +20,8 @@ from megatron.core.distributed import (
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
@@ -40,6 +43,7 @@ from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.runtime import emulation
+from megatron_wlb.runtime.compat.norm import TorchNorm
 from megatron_wlb.runtime.gpt.attention.document_attention import (
     AttentionOptions,
     DocumentAttention,
@@ -51,10 +55,15 @@ from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, cho
 from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
 from megatron_wlb.runtime.gpt.delta_net import DocumentGatedDeltaNet
-from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of, mixer_of
+from megatron_wlb.runtime.gpt.hybrid import (
+    attentions_of,
+    depths_of,
+    mixer_of,
+    that_mix,
+    with_layers,
+)
 from megatron_wlb.runtime.gpt.mamba_mixer import DocumentMambaMixer
 from megatron_wlb.runtime.gpt.moe import route_by_document
-from megatron_wlb.runtime.gpt.norm import TorchNorm
 from megatron_wlb.runtime.gpt.prediction import complete_layers
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
@@ -70,7 +79,7 @@ class Model:
     config: TransformerConfig
     groups: ProcessGroupCollection
     chunks: list[torch.nn.Module]
-    gpts: list[GPTModel]
+    gpts: list[GPTModel | HybridModel]
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +158,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         # Megatron refuses variable lengths with its default dispatcher, even for dense models.
         moe_token_dispatcher_type="alltoall",
         cuda_graph_modules=[],
+        is_hybrid_model=parallel.hybrid_layer_pattern is not None,
         window_size=tuple(model.window_size) or None,
         window_attn_skip_freq=(
             list(map(int, windowed_layers(model))) if model.window_attn_skip_freq else None
@@ -288,6 +298,23 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
         )
     attention.submodules.core_attention = core
     return spec
+
+
+def packed(spec: Any, options: AttentionOptions) -> Any:
+    """A copy of a layer's, block's or stack's spec with our attention in every layer.
+
+    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [packed(layer, options) for layer in spec.layer_specs or []]
+        return replace(spec, layer_specs=layers)
+    stack = getattr(spec, "submodules", None)
+    if isinstance(stack, HybridStackSubmodules):
+        mixing = that_mix(stack).items()
+        return with_layers(
+            spec, {name: with_document_attention(of, options) for name, of in mixing}
+        )
+    return with_document_attention(copy.deepcopy(spec), options)
 
 
 def require_document_attention(gpt: Any) -> None:
@@ -445,25 +472,14 @@ def build_model(
     options = attention_options(config, core, choose)
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     vpp = core.virtual_pipeline_model_parallel_size or 1
-    stages = config.parallel.split.layers(config.model.num_layers, pp_size, vpp)
-    experts = expert_layers(config.model)
+    make = _gpt if config.parallel.hybrid_layer_pattern is None else _hybrid
     gpts = []
     for chunk in range(vpp):
-        vp_stage = chunk if vpp > 1 else None
-        first = sum(stages[: chunk * pp_size + pp_rank])
-        own = experts[first : first + stages[chunk * pp_size + pp_rank]]
-        build = partial(layer_submodules, core, transformer_impl(config), options)
-        layers = {kind: build(has_experts=kind) for kind in {*own, experts[-1]}}
-        last, final_norm = layers[experts[-1]]
-        mtp = None
-        if core.mtp_num_layers:
-            mtp = prediction_submodules(core, last, final_norm, vp_stage)
-        gpt = GPTModel(
+        gpt = make(
+            config,
+            options,
+            chunk * pp_size + pp_rank,
             config=core,
-            transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[layers[kind][0] for kind in own],
-                layer_norm=final_norm,
-            ),
             vocab_size=padded_vocab_size(config, vocab_size),
             max_sequence_length=config.model.max_position_embeddings or config.data.seq_length,
             pre_process=pp_rank == 0 and chunk == 0,
@@ -474,12 +490,9 @@ def build_model(
             position_embedding_type=config.model.position_embedding_type,
             rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
-            rope_scaling=config.model.use_rope_scaling,
-            rope_scaling_factor=config.model.rope_scaling_factor,
             seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
-            mtp_block_spec=mtp,
             pg_collection=groups,
-            vp_stage=vp_stage,
+            vp_stage=chunk if vpp > 1 else None,
         )
         use_document_positions(gpt)
         complete_layers(gpt)
@@ -492,6 +505,52 @@ def build_model(
     model = Model(core, groups, _wrap(config, core, chunks) if wrapped else chunks, gpts)
     require_layers(config, model)
     return model
+
+
+def _gpt(settings: Config, options: AttentionOptions, stage: int, **given: Any) -> GPTModel:
+    """The chunk of a virtual stage; ``given`` is what Megatron's models have in common."""
+    core, model = given["config"], settings.model
+    p = settings.parallel
+    stages = p.split.layers(model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)
+    experts = expert_layers(model)
+    first = sum(stages[:stage])
+    own = experts[first : first + stages[stage]]
+    build = partial(layer_submodules, core, transformer_impl(settings), options)
+    layers = {kind: build(has_experts=kind) for kind in {*own, experts[-1]}}
+    last, final_norm = layers[experts[-1]]
+    mtp = None
+    if core.mtp_num_layers:
+        mtp = prediction_submodules(core, last, final_norm, given["vp_stage"])
+    return GPTModel(
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layers[kind][0] for kind in own],
+            layer_norm=final_norm,
+        ),
+        mtp_block_spec=mtp,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        **given,
+    )
+
+
+def _hybrid(settings: Config, options: AttentionOptions, _stage: int, **given: Any) -> HybridModel:
+    """The same of a HybridModel, which finds its stage by itself.
+
+    Raises :class:`CompatibilityError` where its layers would not be those asked for.
+    """
+    if transformer_impl(settings) == "local" and not emulation.installed():
+        raise CompatibilityError(
+            "a HybridModel has TransformerEngine's layers on a GPU; install "
+            "transformer-engine[pytorch], and leave out --transformer-impl local"
+        )
+    # Its import makes TransformerEngine's modules, or those of the emulation.
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    return HybridModel(
+        hybrid_stack_spec=packed(hybrid_stack_spec, options),
+        hybrid_layer_pattern=settings.parallel.hybrid_layer_pattern,
+        **given,
+    )
 
 
 def _wrap(

@@ -7,20 +7,18 @@ TransformerEngine's, or that of ``--spec``.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.norm import TorchNorm
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.document_attention import AttentionOptions
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
@@ -29,12 +27,11 @@ from megatron_wlb.runtime.gpt.build import (
     BATCH_P2P_SYNC,
     Model,
     attention_options,
+    packed,
     require_document_attention,
-    with_document_attention,
 )
-from megatron_wlb.runtime.gpt.hybrid import MODELS, that_mix, with_layers
+from megatron_wlb.runtime.gpt.hybrid import MODELS
 from megatron_wlb.runtime.gpt.moe import route_by_document
-from megatron_wlb.runtime.gpt.norm import TorchNorm
 from megatron_wlb.runtime.gpt.prediction import complete_layers
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.settings.config import Config
@@ -87,23 +84,6 @@ def _packing(
         route_by_document(self)
 
     return __init__
-
-
-def packed(spec: Any, options: AttentionOptions) -> Any:
-    """A copy of a layer's, block's or stack's spec with our attention in every layer.
-
-    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention.
-    """
-    if isinstance(spec, TransformerBlockSubmodules):
-        layers = [packed(layer, options) for layer in spec.layer_specs or []]
-        return dataclasses.replace(spec, layer_specs=layers)
-    stack = getattr(spec, "submodules", None)
-    if isinstance(stack, HybridStackSubmodules):
-        mixing = that_mix(stack).items()
-        return with_layers(
-            spec, {name: with_document_attention(of, options) for name, of in mixing}
-        )
-    return with_document_attention(copy.deepcopy(spec), options)
 
 
 def packed_block(spec: Any, options: AttentionOptions) -> Any:
