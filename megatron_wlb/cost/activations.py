@@ -176,4 +176,5 @@ class ActivationModel(Blocks):
 def _recomputed(inner: tuple[Operation, ...], kept: float, again: float) -> Operation:
     """Layers that run once more in backward, where ``again`` is alive besides."""
     buffers = (sum(o.keys for o in inner), sum(o.gradients for o in inner))
-    return Operation("recomputed", kept, 0.0, again, 0, inner, 0.0, *buffers)
+    state = sum(o.state for o in inner)
+    return Operation("recomputed", kept, 0.0, again, 0, inner, 0.0, *buffers, state=state)

@@ -110,7 +110,9 @@ class AnalyticModel(Executed):
         local = sum(part.elementwise_numbers for part in layer.parts)
         exchange_us, ordered_us = self._keys_us(layer)
         up_us = self._matrix_us(sum(part.up_weights for part in layer.parts), precisions.matrix)
-        weights = layer.weights(shape.hidden_size) + layer.state_products
+        weights = layer.weights(shape.hidden_size)
+        scan_tflops = machine.reached_tflops("scan_share", attention.peak)
+        scan_us = 2 * layer.state_products / (self._devices * scan_tflops * 1e6)
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
         # Experts without a shared one have no product that tensor parallelism divides.
@@ -126,6 +128,7 @@ class AnalyticModel(Executed):
         products = sum(part.product_numbers(shape.hidden_size, p) for part in layer.parts)
         return ForwardTimes(
             self._matrix_us(weights, precisions.matrix)
+            + scan_us
             + (p.cp_size - 1) * up_us
             + self._traffic_us(products, precisions.matrix),
             self._elementwise_us(

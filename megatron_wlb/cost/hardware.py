@@ -63,6 +63,9 @@ class Hardware:
     cp_overlap: float
     """Which share of the context-parallel exchanges of K and V beside attention is hidden. All head
     groups but one have such an exchange."""
+    scan_share: float = 0.15
+    """Share of the peak that recurrences of layers with a state reach, chunk by chunk; if not given
+    0.15, which is assumed."""
     product_overlap: float = 1.0
     """Share that matrix products' arithmetic hides of the time of the bytes that they read and
     write, and that are cast for them; 1 if not given."""

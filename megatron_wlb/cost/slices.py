@@ -187,14 +187,32 @@ class SliceTape:
             peaks = tape.backward_peak_bytes if backward else tape.forward_peak_bytes
             rows[whole, 1] = peaks(tokens)
         if len(cut):
-            rows[cut, 1] = self._peaks(units.some(cut), share[cut], held[:, cut], backward)
+            some = units.some(cut)
+            alive = self._peaks(some, share[cut], held[:, cut], backward)
+            rows[cut, 1] = alive + self._states(some)
         return rows
 
     def _kept(self, units: UnitTable) -> Floats:
         """Bytes of activations from a forward to its backward."""
         saved = np.where(units.is_alone, self._saved[True], self._saved[False])
         kept: Floats = np.where(units.length, saved, self.tape.saved_per_token) * units.num_tokens
-        return kept
+        return kept + self._states(units)
+
+    def _states(self, units: UnitTable) -> Floats:
+        """Bytes of the states that slices leave, and of those that kernels keep of the ones before;
+        of layers that run again, none of the latter.
+        """
+        taken = sum(o.state for o in self.tape.operations if not o.inner)
+        both: Floats = self._left(units) + np.where(units.start > 0, taken, 0.0)
+        return both
+
+    def _left(self, units: UnitTable) -> Floats:
+        """Bytes of the states behind slices: until the next slice has run backward, and then of
+        their gradients.
+        """
+        states = sum(o.state for o in self.tape.operations)
+        left: Floats = np.where(units.stop < units.length, states, 0.0)
+        return left
 
     def _peaks(self, units: UnitTable, share: Floats, held: Floats, backward: bool) -> Floats:
         start, length = units.start, units.length * share
@@ -217,12 +235,14 @@ class SliceTape:
 
     def hosted_bytes(self, units: UnitTable) -> Floats:
         """What of units would go to the host, ``[units]``."""
-        return self._kept(units) - self.tape.stays_per_token * units.num_tokens
+        stays = self.tape.stays_per_token * units.num_tokens + self._left(units)
+        return self._kept(units) - stays
 
     @cached_property
     def _saved(self) -> tuple[float, float]:
         """Bytes a token that a micro-batch keeps, with others and alone."""
-        saved, operations = self.tape.saved_per_token, self.tape.operations
+        operations = self.tape.operations
+        saved = self.tape.saved_per_token + sum(o.apart for o in operations)
         return saved + sum(o.joined for o in operations), saved - sum(o.cached for o in operations)
 
     @cached_property
@@ -262,7 +282,8 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
     def saved(operation: Operation) -> float:
         if alone is None:
             return operation.saved
-        return operation.saved + (-operation.cached if alone else operation.joined)
+        besides = -operation.cached if alone else operation.joined
+        return operation.saved + operation.apart + besides
 
     operations = tape.operations
     left = np.array([sum(o.keys for o in operations), sum(o.gradients for o in operations)])

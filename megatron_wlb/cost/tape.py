@@ -42,6 +42,10 @@ class Operation:
     """Kept besides where a slice and whole documents share a micro-batch: two outputs in one."""
     prefix: float = 0.0
     """Bytes in which its backward works, a key of the slices before."""
+    apart: float = 0.0
+    """Kept besides in a micro-batch that runs a slice, by kernels that hand on its state."""
+    state: float = 0.0
+    """Bytes of the state that a slice takes or leaves, once."""
     stays: float = 0.0
     """The part of ``saved`` that is on the device even if a micro-batch is hosted."""
 
@@ -136,6 +140,8 @@ def scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, .
             inner=scaled(o.inner, factor),
             cached=o.cached * factor,
             joined=o.joined * factor,
+            apart=o.apart * factor,
+            state=o.state * factor,
             stays=o.stays * factor,
         )
         for o in operations

@@ -255,8 +255,8 @@ GENERAL: Rules = (
         lambda f, v: v and (pattern.EXPERTS in v) != (f.m.num_experts is not None),
         "--num-experts is {f.m.num_experts}", "give layers E and --num-experts, or neither"),
     Refusal("hybrid_layer_pattern", lambda f, _: _has(pattern.DELTA)(f) and f.tp > 1
-        and not f.p.sequence_parallel, "TP ranks would each train the norms of layers G by their "
-        "own heads alone: Megatron adds up their gradients only with --sequence-parallel", "add it"),
+        and not f.p.sequence_parallel, "TP ranks would train the norms of layers G each by its "
+        "own heads: Megatron adds up their gradients only with --sequence-parallel", "add it"),
     _divides("TP × CP", lambda f: f.tp * f.cp, "linear_num_key_heads", _has(pattern.DELTA)),
     _divides("--linear-num-key-heads", lambda f: f.m.linear_num_key_heads,
         "linear_num_value_heads", _has(pattern.DELTA)),

@@ -10,11 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import further, some_of
+from helpers.layouts import WORKLOAD, Layout, further, some_of
 from helpers.memory import VOCAB_SIZE, WINDOW_BYTES, MeasuredMemory, built, measure_step
+from helpers.plans import sliced_for
+from helpers.ranks import build_runner
 
 from megatron_wlb.cost import MemoryModel, Recompute
 from megatron_wlb.cost.schedule.order import sliced
@@ -264,6 +268,38 @@ def in_slices(
     ]
     predicted = [max(use.peak for use in own) for own in uses]
     return [(own.activations, most) for own, most in zip(measured, predicted, strict=True)]
+
+
+def bytes_of_states(config: Config) -> list[int]:
+    """Of each state that a step of slices leaves."""
+    from megatron_wlb.runtime.gpt import states
+
+    found: list[int] = []
+    right = states._Give.forward
+
+    def noting(ctx: Any, out: Any, state: Any, *rest: Any) -> Any:
+        found.append(state.numel() * state.element_size())
+        return right(ctx, out, state, *rest)
+
+    runner = build_runner(config, WORKLOAD)
+    with mock.patch.object(states._Give, "forward", staticmethod(noting)):
+        runner.run(sliced_for(config, WORKLOAD, 2, 0))
+    return found
+
+
+def test_states_that_slices_leave_are_counted(gloo: GlooPool) -> None:
+    case = Layout("states", 3, cp=2, ep=2)
+    found, same = gloo.run(2, bytes_of_states, case.config)
+    assert found == same
+    (tape,) = run_of(case.config, 64, 1).memory.tapes[0]
+    num_slices = len(found) // 2 // 3  # of three layers, and a halo besides
+    assert num_slices > 3
+    assert sum(found) == pytest.approx(
+        num_slices * sum(o.state for o in tape.operations), rel=EXACT
+    )
+    units = UnitTable.of([Unit(9, Slice(0, a, a + 9, 27)) for a in (0, 9, 18)])
+    kept = run_of(case.config, 64, 1).memory.unit_bytes(tape, "F", units)[:, 2]
+    assert kept[1] - kept[0] == pytest.approx(sum(found) / num_slices, rel=EXACT)
 
 
 def test_longest_micro_batches_fill_the_memory_they_were_made_for(gloo: GlooPool) -> None:

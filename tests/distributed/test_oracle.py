@@ -273,7 +273,7 @@ CASES = [
         Layout("mamba", 3, cp=2, sharding="per-document"),
         Layout("states", 4, pp=2, vpp=2, dp=2, ep=2),
     ], sliced_for),
-    Case(Layout("states", 4, pp=2, vpp=2), hosted_for, with_small_slabs),
+    Case(Layout("states", 4, pp=2, vpp=2), hosted_for),
     Case(Layout("mamba", 3, pp=4), recomputed_for),
     # Tokens that are no targets, or count differently; a loss of one's own.
     *each([

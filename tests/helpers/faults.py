@@ -337,3 +337,29 @@ def count_on_each_replica(runner: Any) -> Any:
 
 def take_slices_for_documents(runner: Any) -> Any:
     return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, cut=None))
+
+
+def hand_on_nothing(_runner: Any) -> Any:
+    """Each slice begins with a state of zeros."""
+    from megatron_wlb.runtime.gpt import states
+
+    right = states._Take.forward
+    return mock.patch.object(states._Take, "forward", staticmethod(lambda *args: right(*args) * 0))
+
+
+def hand_back_nothing(_runner: Any) -> Any:
+    """Each slice leaves no gradient of its state."""
+    from megatron_wlb.runtime.gpt import states
+
+    right = states._Take.backward
+    wrong = staticmethod(lambda ctx, grad: right(ctx, grad * 0))
+    return mock.patch.object(states._Take, "backward", wrong)
+
+
+def scan_over_documents(_runner: Any) -> Any:
+    """The documents of a micro-batch have one state."""
+    from megatron_wlb.runtime.gpt import states
+
+    right = states.ScannedDocuments.of
+    wrong = staticmethod(lambda lengths, *rest: right([sum(lengths)], *rest))
+    return mock.patch.object(states.ScannedDocuments, "of", wrong)

@@ -270,7 +270,9 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         cuda_graph_modules=[],
         mtp_num_layers=m.mtp_num_layers,
         is_hybrid_model=pattern is not None,
-        **{name: value for name, value in vars(m).items() if name.startswith(("linear_", "mamba_"))},
+        **{
+            name: value for name, value in vars(m).items() if name.startswith(("linear_", "mamba_"))
+        },
         **expert_settings(m),
     )
     for name, value in dataclasses.asdict(m).items():

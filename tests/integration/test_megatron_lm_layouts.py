@@ -296,48 +296,6 @@ def test_feature_is_another_run(name: str, alone: Alone) -> None:
         assert abs(found[NUM_STEPS] - without[NUM_STEPS]) > 1e-5 * without[NUM_STEPS]
 
 
-def hand_on_nothing() -> None:
-    from megatron_wlb.runtime.gpt import states
-
-    right = states._Take.forward
-    states._Take.forward = staticmethod(lambda *args: right(*args) * 0)
-
-
-def hand_back_nothing() -> None:
-    from megatron_wlb.runtime.gpt import states
-
-    right = states._Take.backward
-    states._Take.backward = staticmethod(lambda ctx, grad: right(ctx, grad * 0))
-
-
-def scan_over_documents() -> None:
-    from megatron_wlb.runtime.gpt import states
-
-    right = states.ScannedDocuments.of
-    states.ScannedDocuments.of = lambda lengths, *rest: right([sum(lengths)], *rest)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault", "figure"),
-    [
-        ("delta-slices", hand_on_nothing, "loss"),
-        ("delta-slices", hand_back_nothing, "grad_norm"),
-        ("delta", scan_over_documents, "loss"),
-        ("mamba-slices", hand_on_nothing, "loss"),
-        ("mamba-slices", hand_back_nothing, "grad_norm"),
-        ("mamba", scan_over_documents, "loss"),
-    ],
-)
-def test_states_gone_wrong_are_seen(
-    name: str, fault: Callable[[], None], figure: str, alone: Alone, tmp_path: Path
-) -> None:
-    """Negative controls, in the first step."""
-    folder, _ = alone.run(name)
-    finish(launch(tmp_path, 1, alone.flags(name, tmp_path) | {"train_iters": 1}, fault=fault))
-    found, right = (next(iter(read_metrics(f / "metrics")))[figure] for f in (tmp_path, folder))
-    assert abs(found - right) > 1e-5 * right
-
-
 def record_step() -> None:
     """Leaves what the last step asks of torch.distributed, a file a rank."""
     from megatron_wlb.runtime.stepping.step import StepRunner

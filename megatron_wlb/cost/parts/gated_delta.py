@@ -81,6 +81,8 @@ class GatedDelta(Scan):
         heads = self.linear_num_value_heads / tp_size
         # Queries and keys are repeated for each value head before the recurrence.
         taken = heads * (2 * self.linear_key_head_dim + self.linear_value_head_dim)
+        # States behind chunks, and what these take and give of keys and values.
+        chunks = e * self.state_numbers / self.chunk / tp_size if on.fused else 0.0
         return [
             on.into("in", e * self.columns / tp_size, self.columns, bias=False),
             Operation(
@@ -92,7 +94,9 @@ class GatedDelta(Scan):
             Operation(
                 "recurrence",
                 e * (taken + rows + self.chunk * heads) + 2 * FP32 * heads,
-                backward=on.hidden + 2 * e * taken,
+                forward=chunks + e * taken,
+                backward=on.hidden + 2 * chunks + 3 * e * taken,
+                state=self.state_bytes(on),
             ),
             Operation("gated norm", FP32 * heads, backward=on.hidden + 2 * e * rows),
             on.out_of("out", e * rows, self.rows),

@@ -43,6 +43,10 @@ class Mamba(Scan):
         return self.rows + self.convolved + self.mamba_num_heads
 
     @property
+    def handed(self) -> int:
+        return self.taps - 1
+
+    @property
     def state_numbers(self) -> int:
         return self.rows * self.mamba_state_dim
 
@@ -73,16 +77,21 @@ class Mamba(Scan):
     def operations(self, on: Blocks) -> list[Operation]:
         """Lists the operations from the norm's output to the second product.
 
-        The fused kernel keeps its input alone, and computes the rest again.
+        The fused kernel keeps its input alone, and computes the rest again. A slice runs the
+        convolution and the scan one by one, which keep theirs.
         """
         tp_size, e = on.parallelism.tp_size, on.elementwise
         columns, rows = self.columns / tp_size, self.rows / tp_size
+        chunks = FP32 * self.state_numbers / self.chunk / tp_size if on.fused else 0.0
         return [
             on.into("in", e * columns, self.columns, bias=False),
             Operation(
                 "scan",
                 e * rows + FP32 * self.mamba_num_heads / tp_size,
-                backward=on.hidden + 2 * e * columns,
+                forward=2 * chunks,
+                backward=on.hidden + 2 * e * columns + 3 * chunks,
+                apart=e * (2 * self.convolved / tp_size + rows),
+                state=self.state_bytes(on),
                 weight_bytes=on.element_bytes * self.inner_weights // tp_size,
             ),
             Operation("norm", FP32 / tp_size, backward=on.hidden + 2 * e * rows),

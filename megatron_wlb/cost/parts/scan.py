@@ -9,6 +9,7 @@ from megatron_wlb.cost.layers import Part, check_sizes
 from megatron_wlb.cost.workspace import FP32
 
 if TYPE_CHECKING:
+    from megatron_wlb.cost.blocks import Blocks
     from megatron_wlb.cost.shape import Parallelism
 
 
@@ -36,6 +37,11 @@ class Scan(Part):
         """Tokens that the convolution takes."""
 
     @property
+    def handed(self) -> int:
+        """Tokens whose inputs to the convolution a slice hands on, as its kernel takes them."""
+        return self.taps
+
+    @property
     @abstractmethod
     def state_numbers(self) -> int:
         """A state of a document, all heads."""
@@ -44,6 +50,11 @@ class Scan(Part):
     def inner_weights(self) -> int:
         """The convolution's."""
         return self.taps * self.convolved
+
+    def state_bytes(self, on: Blocks) -> float:
+        """A state in fp32, and the inputs that the convolution takes of the slice before."""
+        halo = on.elementwise * self.handed * self.convolved
+        return (FP32 * self.state_numbers + halo) / on.parallelism.tp_size
 
     @property
     def chunk_numbers(self) -> int:

@@ -2,9 +2,9 @@
 
 The layer is Megatron's own. Two functions of its forward pass look up the micro-batch's documents
 (:mod:`megatron_wlb.runtime.gpt.states`): its convolution and its recurrence, which are those of the
-package ``fla``. Both take all documents in one call, with a state each to begin with. Megatron's
-exchange between context-parallel ranks gives a rank all tokens and its share of the heads; only the
-order of the tokens is the plan's.
+package ``fla``. Both take all documents in one call, but for a recurrence that takes or leaves a
+state. Megatron's exchange between context-parallel ranks gives a rank all tokens and its share of
+the heads; only the order of the tokens is the plan's.
 
 Legend: ``T`` tokens over all context-parallel ranks, ``H`` value heads of this rank, ``K`` and
 ``V`` dimensions of a key and a value, ``C`` channels of the convolution, ``W`` its taps.
@@ -19,7 +19,7 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.gpt.states import LayerScan, ScansDocuments, look_up, present
+from megatron_wlb.runtime.gpt.states import ScannedDocuments, ScansDocuments, look_up, present
 
 # One module up to 0.18.
 _LAYER = getattr(gated_delta_net, "gdn", gated_delta_net)
@@ -49,7 +49,8 @@ def _convolution(original: Any, x: torch.Tensor, weight: torch.Tensor, **named: 
         return original(x=x, weight=weight, **named)
     channels, taps = weight.shape
     initial = scan.initial("convolution", x, (channels, taps), x.dtype)
-    named |= {"initial_state": initial, "output_final_state": False, **_ends(scan)}
+    named |= {"initial_state": initial, "output_final_state": False}
+    named |= _ends(scan.documents)
     out, _ = original(x=x, weight=weight, **named)
 
     def final() -> torch.Tensor:
@@ -61,16 +62,35 @@ def _convolution(original: Any, x: torch.Tensor, weight: torch.Tensor, **named: 
 
 
 def _rule(original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> Any:
-    """``[1, T, H, K] ×2, [1, T, H, V] -> [1, T, H, V]``; a state is ``[H, K, V]`` in fp32."""
+    """``[1, T, H, K] ×2, [1, T, H, V] -> [1, T, H, V]``; a state is ``[H, K, V]`` in fp32.
+
+    A slice that takes or leaves a state is a call of its own: beside others each document would
+    have one, which the kernel keeps.
+    """
     scan = present()
     assert scan is not None, "the layer's forward says so"
-    shape = q.shape[2], q.shape[3], v.shape[3]
-    initial = scan.initial("recurrence", q, shape, torch.float32)
-    named |= {"initial_state": initial, "output_final_state": scan.leaves, **_ends(scan)}
-    out, states = original(q, k, v, **named)
-    return scan.left("recurrence", out, lambda: states[0]), None
+
+    def run(first: int, stop: int | None, **of_documents: Any) -> Any:
+        rows = slice(first, stop)
+        named.update(of_documents, g=gates[:, rows], beta=betas[:, rows])
+        return original(q[:, rows], k[:, rows], v[:, rows], **named)
+
+    gates, betas = named["g"], named["beta"]
+    num_own, parts = 0, []
+    if scan.takes or scan.leaves:
+        num_own = scan.documents.lengths[0]
+        taken = scan.taken("recurrence", q)
+        initial = None if taken is None else taken[None]
+        out, states = run(
+            0, num_own, initial_state=initial, output_final_state=scan.leaves, cu_seqlens=None
+        )
+        parts.append(scan.left("recurrence", out, lambda: states[0]))
+    if num_own < q.shape[1]:
+        others = scan.documents.others if num_own else scan.documents
+        none = {"initial_state": None, "output_final_state": False}
+        parts.append(run(num_own, None, **none, **_ends(others))[0])
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
 
 
-def _ends(scan: LayerScan) -> dict[str, torch.Tensor]:
-    documents = scan.documents
+def _ends(documents: ScannedDocuments) -> dict[str, torch.Tensor]:
     return {"cu_seqlens": documents.ends, "cu_seqlens_cpu": documents.ends_on_host}

@@ -64,6 +64,12 @@ class ScannedDocuments:
         return cls(tuple(lengths), ends, numbers, order, back, cut)
 
     @cached_property
+    def others(self) -> ScannedDocuments:
+        """All but the first."""
+        ends, numbers = self.ends[1:] - self.lengths[0], self.numbers[self.lengths[0] :]
+        return ScannedDocuments(self.lengths[1:], ends, numbers)
+
+    @cached_property
     def ends_on_host(self) -> torch.Tensor:
         """:attr:`ends`, which kernels would else have to wait for."""
         return torch.tensor(np.append(0, np.cumsum(self.lengths)))
