@@ -25,7 +25,7 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.cost_files import read_cost
 from megatron_wlb.cost.hardware import LEAST, MOST, hardware_names
-from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.arrays import array_of
 from megatron_wlb.data.corpora import Corpora
@@ -39,6 +39,7 @@ from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
 from megatron_wlb.planning.from_config import Split
+from megatron_wlb.planning.models import load_model, model_names
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.metrics import PackingMetrics
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
@@ -244,7 +245,7 @@ def simulate_step(
     Args:
         plan: a step planned for this layout.
         layout: how the model is divided over devices.
-        model: a name (``550m``, ``7b``, ``mixtral-8x7b``, …) or a YAML file of sizes.
+        model: a name (``550m``, ``7b``, ``mixtral-8x7b``, …) or a YAML file of training settings.
         hardware: a name (``h100-sxm``, ``h200``, ``a100``, ``cpu``) or a hardware file.
         sharding: how context-parallel ranks share a micro-batch.
 

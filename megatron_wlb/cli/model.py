@@ -7,22 +7,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import ModelShape
-from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.data.lengths import REFERENCE_WINDOW
 from megatron_wlb.data.ramp import SCHEDULE
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.planning.from_config import batch, model_shape
+from megatron_wlb.planning.from_config import batch
 from megatron_wlb.planning.from_words import flags_beside, settings_of, settings_of_script
+from megatron_wlb.planning.models import model_names, shape_of
+from megatron_wlb.reading import named_file
 from megatron_wlb.settings.command_line import argument, said, yaml_arguments
-from megatron_wlb.settings.config import Config, flag_of, from_flat, script_defaults, table
+from megatron_wlb.settings.config import Config, flag_of, table
 from megatron_wlb.settings.recipe import Recipe, read_recipe
-from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE
-from megatron_wlb.study.write_recipe import Flags, flags_of, model_settings, told
+from megatron_wlb.study.write_recipe import Flags, flags_of, told
 
 USUAL: dict[str, Any] = {"seq_length": REFERENCE_WINDOW, "wlb_solver_limit": 1.0}
 """Settings of commands where nothing gives them, if they are not a run's defaults."""
@@ -31,11 +30,12 @@ ASSUMED = {"bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce
 
 MODELS = """\
 model:
-  --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1; mixtral-8x7b or
-                       deepseek-v3: models with experts (configs/model)
-  --model FILE         a YAML file of such sizes, of training settings as for --wlb-config
-                       (num_layers: 32, hidden_size: 4096, …), or a Megatron recipe (MODEL_ARGS);
-                       what settings say of window, batch, layout and --mock-data is taken as well
+  --model NAME         a file of configs/model: 550m, 7b, 30b or 70b, shapes of WLB-LLM's Table 1;
+                       llama-3-8b, llama-3-70b; qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b and
+                       deepseek-v3, with experts; qwen3.5-35b-a3b, nemotron-3-super, hybrids
+  --model FILE         a YAML file of training settings as for --wlb-config (num_layers: 32,
+                       hidden_size: 4096, …), or a Megatron recipe (MODEL_ARGS); what it says of
+                       window, batch, layout and --mock-data is taken as well
 """
 
 
@@ -47,7 +47,7 @@ class Model:
     written: tuple[str, ...]
     """Settings that it gives, in its order."""
     words: tuple[str, ...] = ()
-    """The file as a command line; empty where it is sizes alone."""
+    """The file as a command line."""
     recipe: Recipe | None = None
 
     @property
@@ -94,7 +94,7 @@ class Model:
     def shape(self) -> ModelShape:
         """Its sizes, the vocabulary not padded; trained in 16 bits, whatever the settings say."""
         config = replace(self.config, training=replace(self.config.training, bf16=True))
-        return model_shape(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
+        return shape_of(config)
 
     @property
     def flags(self) -> dict[str, Flags]:
@@ -133,7 +133,7 @@ class Model:
 
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
-    about = "7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe"
+    about = "7b, …, or a YAML file of training settings, or a Megatron recipe"
     flag(group, "--model NAME|FILE", about, required=required)
 
 
@@ -167,16 +167,13 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_model(name_or_path: str) -> Model:
-    """The model of that name, or that a file describes in any of its three forms.
+    """The model of that name, or that a file of settings or a recipe describes.
 
     Raises :class:`ConfigError` for an unknown name (all are listed) or a file that is none.
     """
-    path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml", ".json") or is_shape(path):
-        sizes = model_settings(load_model(name_or_path))
-        return Model(from_flat(script_defaults() | USUAL | ASSUMED | sizes), tuple(sizes))
+    path = named_file("model", name_or_path, model_names)
     try:
-        words, recipe = yaml_arguments(name_or_path), None
+        words, recipe = yaml_arguments(str(path)), None
         if flag_of("MODEL_ARGS") in words:
             recipe = read_recipe(path, os.environ)
             words = list(recipe.arguments)

@@ -372,6 +372,16 @@ class Parallelism:
         return tuple(Stage(runs, at == 0, at == last) for at, runs in enumerate(cut))
 
 
+VOCAB_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of so many rows a TP rank."""
+
+
+def padded_vocabulary(shape: ModelShape, tp_size: int) -> ModelShape:
+    """Pads the shape to the rows of LM head and embedding that Megatron makes of them."""
+    multiple = VOCAB_MULTIPLE * tp_size
+    return replace(shape, vocab_size=-(-shape.vocab_size // multiple) * multiple)
+
+
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """Which activations the backward pass computes again, as Megatron's flags have it."""

@@ -11,12 +11,10 @@ import itertools
 from collections.abc import Callable
 
 from megatron_wlb.cost.layers import Layer, Part
-from megatron_wlb.cost.model_file import layers_with_experts
 from megatron_wlb.cost.parts import Experts, GatedDelta, Mamba
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_TOKENS, read_pattern, shown
-from megatron_wlb.settings.config import flag_of
 from megatron_wlb.settings.megatron import ModelConfig
 from megatron_wlb.settings.pattern import DELTA, EXPERTS, MAMBA, MLP, HybridPattern
 
@@ -67,10 +65,18 @@ def with_windows(shape: ModelShape, model: ModelConfig) -> ModelShape:
 
 def expert_layers(model: ModelConfig) -> list[bool]:
     """Whether each layer has experts. Raises :class:`ConfigError` for no pattern of the layers."""
-    num_layers = model.num_layers
+    num_layers, said = model.num_layers, model.moe_layer_freq
     if model.num_experts is None:
         return [False] * num_layers
-    return layers_with_experts(flag_of("moe_layer_freq"), model.moe_layer_freq, num_layers)
+    pattern = read_pattern(said)
+    if isinstance(pattern, int) and pattern >= 1:  # every Nth layer, from the first on
+        return [layer % pattern == 0 for layer in range(num_layers)]
+    if isinstance(pattern, list) and len(pattern) == num_layers and set(pattern) <= {0, 1}:
+        return [bool(one) for one in pattern]
+    raise ConfigError(
+        f"--moe-layer-freq is {shown(said)}; give N of at least 1, or a list of 1 (experts) and 0 "
+        f"(dense) for each of the {num_layers} layers, as in [0]+[1]*3"
+    )
 
 
 def with_experts(shape: ModelShape, model: ModelConfig) -> ModelShape:

@@ -319,7 +319,7 @@ class Run(Executed, _Batch):
     """A run, whether it trains or not: what its steps cost in time and memory.
 
     The vocabulary of its shape is padded, as
-    :func:`~megatron_wlb.cost.model_file.padded_vocabulary` does. Raises :class:`ConfigError` for a
+    :func:`~megatron_wlb.cost.shape.padded_vocabulary` does. Raises :class:`ConfigError` for a
     layout that the model or the batch does not divide over, or a schedule that Megatron refuses.
     """
 

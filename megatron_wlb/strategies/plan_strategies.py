@@ -16,7 +16,7 @@ from megatron_wlb.cli.inputs import machine_title
 from megatron_wlb.cli.model import Model
 from megatron_wlb.cli.output import console, progress_bar, say, table_of
 from megatron_wlb.cost.execution import Execution
-from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.settings.config import flag_of

@@ -27,7 +27,7 @@ from typing import TypeVar
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource, sample_steps
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan.sharding.select import Mode

@@ -9,16 +9,13 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import yaml
 
-from megatron_wlb.cost.shape import ModelShape, Recompute
-from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.planning.layer_patterns import pattern_of
+from megatron_wlb.cost.shape import Recompute
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
@@ -26,7 +23,6 @@ from megatron_wlb.settings.config import (
     Config,
     WlbConfig,
     flag_of,
-    from_flat,
     script_defaults,
     table,
 )
@@ -44,77 +40,6 @@ MACHINE = "NUM_NODES", "GPUS_PER_NODE"
 """Variables of a recipe that say how many devices it has."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron asks for 1 of it with TP or CP, on GPUs before Blackwell."""
-
-
-def model_settings(shape: ModelShape) -> dict[str, Any]:
-    """The settings that make such a model, with the vocabulary.
-
-    Raises :class:`ConfigError` where no settings do.
-    """
-    grouped = shape.num_query_groups != shape.num_attention_heads
-    own_channels = shape.kv_channels * shape.num_attention_heads != shape.hidden_size
-    rotary = 0.0 if shape.learned_positions else shape.rotary_percent
-    rotates = rotary or shape.latent  # whose own part of a head has the positions
-    positions = "learned_absolute" if shape.learned_positions else "rope" if rotates else "none"
-    found = {
-        "multi_latent_attention": shape.latent is not None,
-        **(asdict(shape.latent) if shape.latent else {}),
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "group_query_attention": grouped,
-        "num_query_groups": shape.num_query_groups if grouped else None,
-        "kv_channels": shape.kv_channels if own_channels and not shape.latent else None,
-        "normalization": "RMSNorm" if shape.rms_norm else None,
-        "swiglu": shape.gated,
-        "disable_bias_linear": not shape.linear_bias,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "attention_output_gate": shape.output_gate,
-        "window_size": (shape.reach_tokens - 1, 0) if shape.reach_tokens else None,
-        "window_attn_skip_freq": pattern_of(shape, lambda one: one.windowed_query_size > 0),
-        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
-        "mtp_num_layers": shape.num_ahead or None,
-        "position_embedding_type": positions,
-        "max_position_embeddings": shape.learned_positions or None,
-        "rotary_percent": rotary if 0 < rotary < 1 else None,
-        "hidden_dropout": 0.1 if shape.dropout else 0.0,
-        "attention_dropout": 0.1 if shape.dropout else 0.0,
-        "vocab_size": shape.vocab_size,
-        **_expert_settings(shape),
-    }
-    found = {name: value for name, value in found.items() if value is not None}
-    built = model_shape(from_flat(found), shape.vocab_size)
-    unlike = [f.name for f in fields(shape) if getattr(built, f.name) != getattr(shape, f.name)]
-    if unlike:
-        raise ConfigError(
-            f"Megatron-LM's flags cannot describe {', '.join(unlike)} of this model; give a file "
-            "of training settings that do"
-        )
-    return found
-
-
-def _expert_settings(shape: ModelShape) -> dict[str, Any]:
-    """Raises :class:`ConfigError` for experts of several kinds."""
-    if not shape.experts:
-        return {}
-    if len(shape.experts) > 1:
-        raise ConfigError(
-            f"a recipe has experts of one size; these are of {len(shape.experts)}, so give a model "
-            "of one"
-        )
-    (experts,) = shape.experts
-    return {
-        "num_experts": experts.num_experts,
-        "moe_layer_freq": pattern_of(shape, lambda layer: layer.is_routed),
-        "moe_ffn_hidden_size": experts.expert_hidden_size,
-        "moe_shared_expert_intermediate_size": experts.shared_hidden_size or None,
-        "moe_latent_size": experts.latent_size,
-        "moe_router_topk": experts.topk,
-        "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
-    }
 
 
 def told(config: Config, written: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,15 +28,15 @@ from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES, Hardware, read_hardware
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.models import load_settings, shape_of
 from megatron_wlb.planning.run import Run
 from megatron_wlb.runtime.device_clock import Clock
 from megatron_wlb.runtime.measuring.attention_rates import measure_attention
 from megatron_wlb.runtime.measuring.hardware_file import base_of, hardware_content
 from megatron_wlb.runtime.measuring.rates import machine_name, measure_rates
 from megatron_wlb.settings.config import Config, from_flat
-from megatron_wlb.study.write_recipe import model_settings
 
 if TYPE_CHECKING:
     from megatron_wlb.runtime.gpt.build import Model
@@ -78,7 +78,7 @@ class ShareRow:
 
 
 def measure_share(
-    model: ModelShape | str,
+    model: Config | str,
     *,
     tp_size: int,
     num_layers: int,
@@ -91,7 +91,7 @@ def measure_share(
     """Builds a share, runs micro-batches of documents of such ``lengths``, and asks the models.
 
     Args:
-        model: its sizes, or the name or file of them.
+        model: its settings, or the name or file of them.
         tp_size: of whose ranks one is built.
         num_layers: of the stage.
         lengths: of the documents of each micro-batch.
@@ -109,12 +109,14 @@ def measure_share(
             f"micro-batches of {[list(own) for own in micro_batches]} tokens, {repeats} repeats; "
             "give documents of at least 1 token to each, and at least 1 repeat"
         )
-    shape = share_of(load_model(model) if isinstance(model, str) else model, tp_size, num_layers)
+    whole = load_settings(model) if isinstance(model, str) else model
+    share = share_of(whole, tp_size, num_layers)
+    shape = shape_of(share)
     longest = max(map(max, micro_batches))
     with _world(device):
         assumed, measured, kernel = _machines(shape, device, hardware, longest, repeats, seed)
         window = max(map(sum, micro_batches))
-        config = _config(shape, window, device, kernel)
+        config = _config(share, window, device, kernel)
         torch.manual_seed(seed)
         with _built(config, shape.vocab_size) as built:
             rows = []
@@ -145,11 +147,12 @@ def measure_share(
     return rows
 
 
-def share_of(shape: ModelShape, tp_size: int, num_layers: int) -> ModelShape:
-    """A model whose layers are a TP rank's share of ``shape``'s.
+def share_of(config: Config, tp_size: int, num_layers: int) -> Config:
+    """A model whose layers are a TP rank's share of another's.
 
     Raises :class:`ConfigError` for sizes that TP does not divide, and unlike layers.
     """
+    shape = shape_of(config)
     if shape.layers:
         raise ConfigError("the model's layers are unlike; give one of equal layers")
     padded = padded_vocabulary(shape, tp_size)
@@ -159,7 +162,8 @@ def share_of(shape: ModelShape, tp_size: int, num_layers: int) -> ModelShape:
         if tp_size < 1 or size % tp_size:
             raise ConfigError(f"{name} is {size}, which TP {tp_size} does not divide; use less TP")
     shares = {name: size // tp_size for name, size in sizes.items()}
-    return dataclasses.replace(shape, num_layers=num_layers, **shares)
+    given = {"num_layers": num_layers, "kv_channels": shape.kv_channels, **shares}
+    return from_flat(config.flat() | given | {"group_query_attention": True})
 
 
 def modelled(run: Run, lengths: Sequence[int]) -> dict[str, float]:
@@ -238,13 +242,12 @@ def _machines(
     return load_hardware(name), Hardware(**figures, attention=tables), kernel
 
 
-def _config(shape: ModelShape, window: int, device: str, kernel: str) -> Config:
+def _config(share: Config, window: int, device: str, kernel: str) -> Config:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    settings = model_settings(shape) | {
-        "kv_channels": shape.kv_channels,
+    settings = share.flat() | {
         "seq_length": window,
-        "max_position_embeddings": shape.learned_positions or window,
+        "max_position_embeddings": max(window, share.model.max_position_embeddings or 0),
         "global_batch_size": 1,
         "bf16": device == "cuda",
         "wlb_attention_kernel": kernel,

@@ -52,7 +52,7 @@ from megatron_wlb.cli import output
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.plan import StepPlan, Units
@@ -64,6 +64,7 @@ from megatron_wlb.planning.balance.samples import (
     sample,
     slice_samples,
 )
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step import Simulator
 

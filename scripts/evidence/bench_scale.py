@@ -33,9 +33,10 @@ from rich.table import Table
 from megatron_wlb.cli import output
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import Execution, Parallelism, load_hardware
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import run_program
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run

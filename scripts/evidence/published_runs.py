@@ -42,9 +42,8 @@ from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import Hardware, load_hardware, read_hardware
 from megatron_wlb.cost.layers import Precisions
-from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.parts import Attention, Experts
-from megatron_wlb.cost.shape import ModelShape, Parallelism
+from megatron_wlb.cost.shape import ModelShape, Parallelism, padded_vocabulary
 from megatron_wlb.errors import run_program
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step import Simulator

@@ -11,8 +11,8 @@ import pytest
 from _running import run_script
 
 from megatron_wlb.cost import Execution, Parallelism, load_hardware
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.run import Run
 
 run = partial(run_script, "bench_upstream.py")

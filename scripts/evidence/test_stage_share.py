@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 from unittest import mock
@@ -11,22 +10,32 @@ import pytest
 from _stage_share import GROUPS, ShareRow, measure_share, share_of
 from helpers.gloo import GlooPool
 
-from megatron_wlb.cost import AnalyticModel, Execution, ModelShape, Parallelism, load_hardware
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost import AnalyticModel, Execution, Parallelism, load_hardware
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.models import load_model, load_settings, shape_of
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import Config
 
-SHAPE = ModelShape(
-    512, 1408, 24, 8, 4, 64, 4000, True, rms_norm=True, linear_bias=False, tied_embeddings=False
-)
-GPT = ModelShape(256, 1024, 24, 8, 8, 32, 2000, False, rotary_percent=0.0, learned_positions=512)
+LLAMA = """
+--num-layers 24 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --vocab-size 4000
+--group-query-attention --num-query-groups 4 --normalization RMSNorm --swiglu --disable-bias-linear
+--untie-embeddings-and-output-weights
+"""
+MODEL = parse(LLAMA.split())
+WITH_BIASES = """
+--num-layers 24 --hidden-size 256 --num-attention-heads 8 --vocab-size 2000
+--position-embedding-type learned_absolute --max-position-embeddings 512
+"""
+GPT = parse(WITH_BIASES.split())
 LENGTHS = [[90, 41, 64, 5], [120]]
 
 
-def measured(shape: ModelShape, num_layers: int) -> list[ShareRow]:
+def measured(model: Config, num_layers: int) -> list[ShareRow]:
     # Of operations that take seconds.
     with mock.patch("megatron_wlb.runtime.measuring.rates.NUM_REPEATS", 1):
         return measure_share(
-            shape,
+            model,
             tp_size=2,
             num_layers=num_layers,
             lengths=LENGTHS,
@@ -36,17 +45,17 @@ def measured(shape: ModelShape, num_layers: int) -> list[ShareRow]:
         )
 
 
-def without_rates(shape: ModelShape, num_layers: int) -> list[ShareRow]:
+def without_rates(model: Config, num_layers: int) -> list[ShareRow]:
     """As :func:`measured`, with made-up rates of the machine, which take seconds to measure."""
     from megatron_wlb.runtime.measuring.rates import Rates
 
     rates = Rates("cpu", "float32", 1, 0.1, 0.08, 0.07, 20.0, 18.0)
     with mock.patch("_stage_share.measure_rates", lambda _: rates):
-        return measured(shape, num_layers)
+        return measured(model, num_layers)
 
 
 def test_share_is_measured_beside_what_the_models_say(gloo: GlooPool) -> None:
-    (rows,) = gloo.run(1, measured, SHAPE, 2)
+    (rows,) = gloo.run(1, measured, MODEL, 2)
     assert [(r.what, r.tokens, r.documents) for r in rows] == [
         (what, tokens, number) for tokens, number in ((200, 4), (120, 1)) for what in GROUPS
     ]
@@ -73,7 +82,7 @@ def test_memory_of_a_share_is_predicted_for_a_gpt_with_biases_too(gloo: GlooPool
 @pytest.mark.parametrize(("name", "tp_size"), [("7b", 8), ("70b", 8)])
 def test_share_has_the_work_of_a_rank(name: str, tp_size: int) -> None:
     whole = padded_vocabulary(load_model(name), tp_size)
-    share = share_of(load_model(name), tp_size, 2)
+    share = shape_of(share_of(load_settings(name), tp_size, 2))
     assert (share.num_layers, share.hidden_size) == (2, whole.hidden_size)
     hardware = load_hardware("h100-sxm")
     rank = AnalyticModel(whole, Execution(Parallelism(tp_size=tp_size)), hardware)
@@ -92,12 +101,12 @@ def test_share_has_the_work_of_a_rank(name: str, tp_size: int) -> None:
         ({"lengths": [[5, 0]]}, "give documents of at least 1 token"),
         ({"lengths": []}, "give documents of at least 1 token"),
         ({"repeats": 0}, "0 repeats; give .* at least 1 repeat"),
-        ({"model": dataclasses.replace(SHAPE, layers=((24, SHAPE.layer),))}, "layers are unlike"),
+        ({"model": "mixtral-8x7b"}, "layers are unlike"),
     ],
 )
 def test_share_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
-        "model": SHAPE, "tp_size": 2, "num_layers": 2, "lengths": LENGTHS, "device": "cpu",
+        "model": MODEL, "tp_size": 2, "num_layers": 2, "lengths": LENGTHS, "device": "cpu",
         "repeats": 1, "seed": 0,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=message):

@@ -30,7 +30,6 @@ from helpers.long_soak import COST, RUNS, WEIGHTS
 from helpers.soak import SOLVER, Soak
 from megatron_wlb.cost import DocumentCost, cost_from_dict, load_hardware, read_cost_file
 from megatron_wlb.cost.hardware import read_hardware
-from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.conversations import Conversation, Template, conversation_corpus
 from megatron_wlb.data.corpus import Corpus, parse_split
@@ -47,6 +46,7 @@ from megatron_wlb.planning.ledger.lines import NAME as LEDGER
 from megatron_wlb.planning.ledger.replay import replay
 from megatron_wlb.planning.ledger.standing import Standing
 from megatron_wlb.planning.ledger.writer import StepLedger
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.reading import parse_mapping, read_pattern
@@ -62,8 +62,8 @@ CONVERSATION = (
 )
 SIZES = {
     "hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 4, "num_attention_heads": 4,
-    "num_query_groups": 2, "kv_channels": 16, "vocab_size": 500, "gated": True,
-    "rotary_percent": 1.0, "learned_positions": 0, "dropout": False,
+    "group_query_attention": True, "num_query_groups": 2, "kv_channels": 16, "vocab_size": 500,
+    "swiglu": True, "rotary_percent": 1.0, "mtp_num_layers": 1, "hidden_dropout": 0.0,
 }  # fmt: skip
 TRAINING = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16,
@@ -205,7 +205,6 @@ def _recipe(_: bytes) -> None:
 
 
 def _model(_: bytes) -> None:
-    is_shape(Path("model.yaml"))
     load_model("model.yaml").training_flops([10])
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from helpers.machines import H100
 from megatron_wlb.cost import Execution, Hardware, Parallelism
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run

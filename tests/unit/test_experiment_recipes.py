@@ -15,10 +15,10 @@ from helpers.index import write_index
 from helpers.layouts import some_of
 
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.from_words import settings_of
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.run import MEMORY_SHARE
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.recipe import read_recipe

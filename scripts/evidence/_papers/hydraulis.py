@@ -19,8 +19,8 @@ from _papers.paper import Effort, K
 from _papers.slimpack import best_fit, llama
 from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.execution import Execution
-from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.cost.step_costs import UPDATE_BYTES, analytic_costs
 from megatron_wlb.data.lengths import Draw
 from megatron_wlb.plan import Document

@@ -15,10 +15,10 @@ from _papers import hydraulis
 from _papers.hydraulis import BREAKDOWN, CASES, CONFIGURATIONS, DATA, PRINTED_RANGE
 from _papers.paper import Effort, K
 from megatron_wlb.cost import Execution, load_hardware
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
-from megatron_wlb.cost.shape import Recompute
+from megatron_wlb.cost.shape import Recompute, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.balance.replica_costs import Scheme
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.simulator.baseline import FULL
 from megatron_wlb.strategies.plan.propose import StrategySpace
 from megatron_wlb.strategies.strategy_search import study

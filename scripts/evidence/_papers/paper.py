@@ -17,10 +17,11 @@ from unittest import mock
 from _papers import algorithm_1
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.plan.sharding.shard import Kind
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.metrics import PackingMetrics
 from megatron_wlb.planning.run import Run, Workload

@@ -21,8 +21,8 @@ from _papers.paper import HARDWARE, Effort, K, max_tokens
 from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.document import imbalance
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Draw, slimpack
 from megatron_wlb.errors import ConfigError

@@ -211,7 +211,7 @@ def test_plot_is_written_whole_and_alone(wlb) -> None:
         ("corpus --num-micro-batches 2 --global-batch-size 4", 2, "--num-micro-batches is 2, and"),
         ("corpus --seed -1", 2, "--seed is -1; give a number in [0, 4294967296)"),
         ("corpus --cost none.json", 2, "--cost none.json: No such file"),
-        ("corpus --model none.yaml", 2, "model none.yaml: No such file"),
+        ("corpus --model none.yaml", 2, "--model none.yaml: No such file"),
         ("corpus --plot /proc/none/x.png", 2, "cannot write --plot /proc/none/x.png"),
         ("corpus --plot .", 2, "--plot . is a folder; add a file name"),
         (

@@ -16,7 +16,8 @@ from megatron_wlb.cost.hardware import read_hardware
 
 SIZES = {
     "hidden_size": 256, "ffn_hidden_size": 640, "num_layers": 8, "num_attention_heads": 8,
-    "num_query_groups": 8, "kv_channels": 32, "vocab_size": 1000, "gated": True,
+    "group_query_attention": True, "num_query_groups": 8, "kv_channels": 32,
+    "vocab_size": 1000, "swiglu": True,
 }  # fmt: skip
 SETTINGS = {
     "num-layers": 8, "hidden-size": 256, "ffn-hidden-size": 640, "num-attention-heads": 8,

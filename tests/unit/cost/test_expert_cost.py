@@ -12,9 +12,9 @@ from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Parallelis
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.layers import Layer, Precision, Precisions
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.models import load_model
 
 DENSE = ModelShape(
     512, 1408, 4, 8, 4, 64, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False

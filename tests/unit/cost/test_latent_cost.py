@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +11,12 @@ from helpers.machines import H100
 from megatron_wlb.cost import Execution, Parallelism
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.layers import Precisions
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.parts import Latent
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import check_model, model_identity
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.config import from_flat
-from megatron_wlb.study.write_recipe import model_settings
 
 FLAGS = (
     "--num-layers 3 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --swiglu "
@@ -57,19 +53,6 @@ def test_ranks_exchange_latents_and_project_all_of_them() -> None:
     assert (one.again_us, two.again_us) == (0.0, pytest.approx(up_us))
     in_one = layer(plain, cp_size=2).executed(num_head_groups=1).layer()
     assert two.cp_us < in_one.cp_us
-
-
-def test_recipe_and_file_give_the_same_model_again(tmp_path: Path) -> None:
-    assert model_shape(from_flat(model_settings(LOW)), 1024) == LOW
-    sizes = "kv_lora_rank: 64, qk_head_dim: 32, qk_pos_emb_head_dim: 16, v_head_dim: 28"
-    text = "{hidden_size: 512, ffn_hidden_size: 1024, num_layers: 3, num_attention_heads: 8, "
-    text += "num_query_groups: 8, kv_channels: 48, vocab_size: 1024, gated: true, "
-    text += "linear_bias: false, rotary_percent: 0.0, tied_embeddings: false, "
-    (tmp_path / "m.yaml").write_text(f"{text} latent: {{{sizes}}}}}")
-    assert load_model(str(tmp_path / "m.yaml")) == WHOLE
-    (tmp_path / "m.yaml").write_text(f"{text} latent: {{{sizes}, rank: 3}}}}")
-    with pytest.raises(ConfigError, match="rank"):
-        load_model(str(tmp_path / "m.yaml"))
 
 
 def test_costs_of_other_latents_are_refused() -> None:

@@ -11,10 +11,10 @@ from megatron_wlb.cost import DocumentCost, Parallelism, load_hardware
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.attention_latency import filled, key_parts
 from megatron_wlb.cost.execution import Execution
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.slices import PrefixCosts, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import ProfiledCost, Row
+from megatron_wlb.planning.models import load_model
 
 COST = DocumentCost(3.0, 0.5, 6.0, 1.25, micro_batch_us=9.0)
 POINTS = [(64, 90.0, 200.0), (512, 1500.0, 3900.0), (8192, 260_000.0, 610_000.0)]

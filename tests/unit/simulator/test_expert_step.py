@@ -11,12 +11,13 @@ from helpers.machines import H100
 
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism, Recompute
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.schedule.graph import graph_of
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step import Simulator, slowest_us

@@ -13,11 +13,11 @@ from helpers.machines import H100
 from megatron_wlb.cost import DocumentCost, Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.metrics import measure
 from megatron_wlb.planning.run import Run

@@ -19,8 +19,9 @@ from megatron_wlb.strategies.plan.strategy_run import StrategyRun
 
 SIZES = {
     "hidden_size": 1024, "ffn_hidden_size": 2816, "num_layers": 4, "num_attention_heads": 8,
-    "num_query_groups": 8, "kv_channels": 128, "vocab_size": 8000, "gated": True,
-    "tied_embeddings": False,
+    "group_query_attention": True, "num_query_groups": 8, "kv_channels": 128,
+    "vocab_size": 8000, "swiglu": True,
+    "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 WINDOW = 32768
 SMALL = (
@@ -107,7 +108,9 @@ def test_strategies_that_cannot_be_are_refused(words: str, said: str, wlb) -> No
 
 
 def test_experts_are_divided_inside_replicas(wlb) -> None:
-    Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4, "linear_bias": False}))
+    Path("small.yaml").write_text(
+        yaml.safe_dump(SIZES | {"num_experts": 4, "disable_bias_linear": True})
+    )
     words = shlex.split(wlb(MIXED, "--out found.yaml").out.splitlines()[-1])
     config = parse(words[words.index("megatron_wlb.launch") + 1 :])
     corpora: Any = SimpleNamespace(vocab_size=SIZES["vocab_size"])

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.cost import Execution, Parallelism
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.trial import Outcome, Steps, trial

@@ -5,8 +5,8 @@ import pytest
 from helpers.machines import H100
 
 from megatron_wlb.cost import Execution, Parallelism
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.baseline import Baseline

@@ -5,44 +5,48 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
-from megatron_wlb.cost.parts import Experts, Latent
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.cost import Execution, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.planning import from_config as planning
-from megatron_wlb.planning.layer_patterns import with_windows
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.config import WlbConfig
-from megatron_wlb.settings.megatron import ModelConfig
+from megatron_wlb.settings.config import WlbConfig, from_flat
 from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.study import write_recipe as recipe
 
-ODD = ModelShape(
-    hidden_size=384, ffn_hidden_size=1000, num_layers=12, num_attention_heads=6, num_query_groups=2,
-    kv_channels=32, vocab_size=5000, gated=False, rms_norm=True, linear_bias=False, qkv_bias=True,
-    qk_norm=True, rotary_percent=0.5, tied_embeddings=True,
-)  # fmt: skip
+ODD: dict[str, Any] = {
+    "num_layers": 12, "hidden_size": 384, "ffn_hidden_size": 1000, "num_attention_heads": 6,
+    "group_query_attention": True, "num_query_groups": 2, "kv_channels": 32, "vocab_size": 5000,
+    "normalization": "RMSNorm", "disable_bias_linear": True, "add_qkv_bias": True,
+    "qk_layernorm": True, "attention_output_gate": True, "rotary_percent": 0.5,
+}  # fmt: skip
+SLIDES = {"window_size": (299, 0)}
+SOME_SLIDE = SLIDES | {"window_attn_skip_freq": "5"}
+EXPERTS = {
+    "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "moe_latent_size": 48,
+    "moe_layer_freq": "[0]+[1]*11", "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16, "v_head_dim": 24, "group_query_attention": False,
+    "attention_output_gate": False, "rotary_percent": 1.0,
+}  # fmt: skip
 FULL = Recompute("full", "uniform", 1)
-LATENT = replace(
-    ODD, latent=Latent(64, 32, 16, 24, 48), num_query_groups=6, kv_channels=48, rotary_percent=0.0
-)
-SOME_SLIDE = with_windows(
-    ODD, ModelConfig(num_layers=12, window_size=(299, 0), window_attn_skip_freq="5")
-)
 
 
-def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Flags]:
+def sections(scenario: Run, text: str, model: dict[str, Any]) -> dict[str, recipe.Flags]:
     variant = PackingSettings.parse(text, scenario.window, 3 * scenario.window // 2)
     batch = {"seq_length": scenario.window, "global_batch_size": scenario.num_micro_batches}
     told = WlbConfig(wlb_cp_sharding="hybrid", wlb_hardware="h200")
     return {
-        "Model": recipe.flags_of(recipe.model_settings(shape)),
+        "Model": recipe.flags_of(model),
         "Layout": recipe.flags_of(recipe.layout_settings(scenario)),
         "Batch": recipe.flags_of(batch | {"bf16": True}),
         "Workload balance": recipe.flags_of(recipe.balance_settings(scenario, variant, told)),
@@ -50,38 +54,36 @@ def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Fl
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "recompute", "packing"),
+    ("more", "layout", "recompute", "packing"),
     [
-        (
-            load_model("7b"),
-            Parallelism(2, 2, 2, 2, 1, sequence_parallel=True),
-            Recompute(),
-            "wlb:3",
-        ),
-        (ODD, Parallelism(pp_size=2), FULL, "hold:4+shape"),
-        (ODD, Parallelism(pp_size=4, stage_layers=(4, 3, 3, 2)), FULL, "original"),
-        (ODD, Parallelism(pp_size=4, stage_layers=(3, 4, 3, 2)), FULL, "original"),
-        (ODD, Parallelism(pp_size=2, vpp_size=2, stage_layers=(3, 4, 4, 1)), FULL, "original"),
-        (replace(ODD, reach_tokens=300), Parallelism(pp_size=2), FULL, "original"),
+        ({}, Parallelism(2, 2, 2, 2, 1, sequence_parallel=True), Recompute(), "wlb:3"),
+        ({}, Parallelism(pp_size=2), FULL, "hold:4+shape"),
+        ({}, Parallelism(pp_size=4, stage_layers=(4, 3, 3, 2)), FULL, "original"),
+        ({}, Parallelism(pp_size=4, stage_layers=(3, 4, 3, 2)), FULL, "original"),
+        ({}, Parallelism(pp_size=2, vpp_size=2, stage_layers=(3, 4, 4, 1)), FULL, "original"),
+        (SLIDES, Parallelism(pp_size=2), FULL, "original"),
         (SOME_SLIDE, Parallelism(pp_size=4, stage_layers=(4, 3, 3, 2)), FULL, "original"),
         (
-            ODD.with_experts(Experts(8, 2, 96, False, 64), [False, *[True] * 11]),
+            EXPERTS,
             Parallelism(2, 2, 2, dp_size=2, sequence_parallel=True, ep_size=8, etp_size=1),
             FULL,
             "hold",
         ),
         (
-            SOME_SLIDE.with_experts(Experts(8, 2, 96, False), [True] * 12),
+            SOME_SLIDE | EXPERTS | {"moe_layer_freq": "1"},
             Parallelism(pp_size=2, dp_size=2, ep_size=2, etp_size=1),
             FULL,
             "original",
         ),
-        (replace(ODD, rotary_percent=0.0), Parallelism(), Recompute("selective"), "fixed-greedy:2"),
-        (replace(ODD, reach_tokens=300).with_predictors(1), Parallelism(pp_size=2), FULL, "wlb"),
         (
-            LATENT.with_experts(
-                Experts(8, 2, 96, False, 64), [False, *[True] * 11]
-            ).with_predictors(2),
+            {"position_embedding_type": "none"},
+            Parallelism(),
+            Recompute("selective"),
+            "fixed-greedy:2",
+        ),
+        (SLIDES | {"mtp_num_layers": 1}, Parallelism(pp_size=2), FULL, "wlb"),
+        (
+            LATENT | EXPERTS | {"mtp_num_layers": 2},
             Parallelism(pp_size=4, dp_size=4, ep_size=4, etp_size=1, stage_layers=(4, 3, 4, 1)),
             FULL,
             "hold",
@@ -89,8 +91,10 @@ def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Fl
     ],
 )
 def test_flags_are_read_back_as_the_same_model_layout_and_batch(
-    shape: ModelShape, layout: Parallelism, recompute: Recompute, packing: str
+    more: dict[str, Any], layout: Parallelism, recompute: Recompute, packing: str
 ) -> None:
+    model = ODD | more
+    shape = planning.model_shape(from_flat(model), 5000)
     scenario = Run(
         padded_vocabulary(shape, layout.tp_size),
         Execution(layout, recompute),
@@ -98,13 +102,12 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
         4096,
         8,
     )
-    parts = sections(scenario, packing, shape)
+    parts = sections(scenario, packing, model)
     flags = {flag: value for part in parts.values() for flag, value in part.items()}
     command = recipe.command(flags, scenario.num_devices, 8)
     words = shlex.split(command)
     config = parse(words[words.index("megatron_wlb.launch") + 1 :])
-    built = planning.model_shape(config, shape.vocab_size)
-    assert built == shape
+    assert planning.model_shape(config, 5000) == shape
     assert planning.parallelism(config, layout.dp_size) == layout
     assert planning.recompute(config) == recompute
     assert config.training.bf16 and config.parallel.use_distributed_optimizer
@@ -127,7 +130,7 @@ def test_recipe_file_has_the_same_flags_as_the_command() -> None:
     scenario = Run(
         padded_vocabulary(shape, 8), Execution(layout), load_hardware("h100-sxm"), 4096, 8
     )
-    parts = sections(scenario, "wlb:2", shape)
+    parts = sections(scenario, "wlb:2", ODD)
     text = recipe.recipe(parts, 32, 8, "two lines\nof remarks: yes")
     assert text.startswith("# two lines\n# of remarks: yes\n")
     content = yaml.safe_load(text)
@@ -150,7 +153,7 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     uneven = scenario.executed(parallelism=replace(layout, stage_layers=(9, 8, 10, 5)))
     told = WlbConfig(wlb_hardware="my machine.yaml")
     parts = {
-        "Model": recipe.flags_of(recipe.model_settings(SOME_SLIDE)),
+        "Model": recipe.flags_of(ODD | SOME_SLIDE),
         "Layout": recipe.flags_of(recipe.layout_settings(uneven)),
         "Balance": recipe.flags_of(recipe.balance_settings(scenario, variant, told)),
     }
@@ -165,9 +168,3 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     wlb = parse(words).wlb
     assert wlb.wlb_queue_thresholds == (1024, 2048, 3072)
     assert wlb.wlb_hardware == "my machine.yaml"
-
-
-def test_model_that_no_flags_make_is_refused() -> None:
-    unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
-    with pytest.raises(ConfigError, match="cannot describe layers of this model"):
-        recipe.model_settings(unlike)

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_wlb.cost import Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.parts import Experts
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.planning.packing import PackingSettings

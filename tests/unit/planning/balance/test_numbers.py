@@ -9,12 +9,13 @@ import pytest
 from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, Parallelism
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.balance.numbers import WORTH_ANOTHER, max_tokens_by_number
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PACKINGS, PackingSettings, reads
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.planner import Planner

@@ -10,12 +10,12 @@ from helpers.machines import H100
 from helpers.sliced import REFERENCE, WINDOW, peak_gib, planner_of, run_in, total_us
 
 from megatron_wlb.cost import Execution, MemoryModel, Parallelism, Recompute
-from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import LAYERS, MLPS, Slice, Unit, UnitTable
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import tell_memory
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.runtime.stepping.merge import check_merged

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.schedule.messages import slice_graph
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import Document, Span, Units
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.planner import Planner

@@ -7,11 +7,12 @@ import pytest
 from helpers.machines import H100
 
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism
-from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import Document, Units
 from megatron_wlb.planning.from_config import execution, run_of
+from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing.cut import Slicer
