@@ -11,7 +11,7 @@ gradient norm of each step are compared.
     scripts/run_recipes.py ~/Megatron-LM --packing slim          # in slices
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2' --spoil weight  # must fail
     scripts/run_recipes.py ~/Megatron-LM --kind nemotron \
-        --change='--moe-token-dispatcher-type alltoall'                  # what a refusal advises
+        --change moe-token-dispatcher-type alltoall                      # what a refusal advises
     scripts/run_recipes.py --table gpt.json gpt-slim.json moe.json       # the tables of the docs
 
 A folder with the recipes alone runs them on the training loop of the installed megatron-core.
@@ -26,7 +26,6 @@ import os
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 import fnmatch
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -59,8 +58,8 @@ def main() -> int:
     )
     parser.add_argument("--packing", default="hold", help="as --wlb-packing (default: hold)")
     parser.add_argument(
-        "--change", type=shlex.split, default=[], metavar="ARGUMENTS",
-        help="given to each recipe besides, as a refusal advises",
+        "--change", nargs="+", default=[], metavar="FLAG",
+        help="a flag without dashes, and its value: what each recipe is given besides",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="results, as JSON")
     parser.add_argument(
@@ -93,7 +92,8 @@ def main() -> int:
     of_patterns = any(PATTERN in path.read_text() for path in chosen)
     script: Path | None = parent / ("pretrain_hybrid.py" if of_patterns else "pretrain_gpt.py")
     script = script if script.is_file() else None
-    kind = " ".join([options.kind, *options.change])
+    change = [f"--{flag}" for flag in options.change[:1]] + options.change[1:]
+    kind = " ".join([options.kind, *change])
     found = Results(kind, import_megatron(script))
     if options.resume:
         found.resume(options.out)
@@ -101,7 +101,7 @@ def main() -> int:
         folder = Path(name)
         runner = Runner(
             script, folder, make_corpus(folder), options.limit, options.spoil, options.packing,
-            tuple(options.change),
+            tuple(change),
         )  # fmt: skip
         # Without a thread of its own: processes are forked.
         with Progress(console=Console(stderr=True), auto_refresh=False) as bar:

@@ -11,7 +11,7 @@ from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config
 
 DEFAULT_VOCAB_SIZE = 32000
-"""Of a model that does not say."""
+"""The vocabulary of a model that does not give one."""
 
 
 def model_names() -> list[str]:
