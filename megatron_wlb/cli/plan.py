@@ -42,6 +42,7 @@ from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain, steps_of
 from megatron_wlb.study.found import Rejected, Search, by_reason
 from megatron_wlb.study.search import PASSES, Space, search
+from megatron_wlb.study.workers import MOST, usual_number
 
 STEP_TOKENS = 1 << 22
 """Tokens of a step if N is not given."""
@@ -107,6 +108,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--fp32", "strategies of a run without --bf16: what fits memory is less")
     inputs.add_steps(group)
     inputs.add_max_delay(group)
+    flag(group, "--workers N", f"processes that simulate (default: processors, {MOST} at most)")
     flag(group, "--headroom SHARE", "of the memory limit that is left free", HEADROOM)
     output = parser.add_argument_group("output")
     flag(output, "--out FILE.yaml", "recipe of the best, for wlb recipe run")
@@ -164,8 +166,9 @@ def _check(args: argparse.Namespace) -> None:
     check_max_delay(args.max_delay)
     if not 0 <= args.headroom < 1:
         raise ConfigError(f"--headroom is {args.headroom:g}; give a share from 0 to below 1")
-    for name, value in (("--refine", args.refine), ("--rows", args.rows)):
-        whole_number(name, value, 1, MOST_STEPS)
+    for name in ("refine", "rows", "workers"):
+        if (value := getattr(args, name)) is not None:
+            whole_number(f"--{name}", value, 1, MOST_STEPS)
     if "wlb_cost" in given(args):
         raise ConfigError(
             "--cost holds for the layout it was measured with, but layouts are searched here; "
@@ -185,6 +188,7 @@ def _search(args: argparse.Namespace, space: Space, steps: Steps) -> Search:
             steps,
             num_refined=args.refine,
             max_delay=args.max_delay,
+            workers=args.workers or usual_number(),
             # Each pass takes about as long as the others.
             progress=lambda what, done, total: progress(
                 PASSES.index(what) * 100 + 100 * done // total, 100 * len(PASSES)

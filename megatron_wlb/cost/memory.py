@@ -237,6 +237,17 @@ class MemoryModel(Executed):
         """The most bytes alive in a step, its optimizer update included."""
         return self.alive_bytes(pp_rank, self.activation_peak_bytes(pp_rank, lengths))
 
+    def check_state(self, limit_bytes: float) -> None:
+        """Raises :class:`ConfigError` where the model does not fit a rank, without activations."""
+        for rank in range(self.parallelism.pp_size):
+            state = self.state_bytes(rank).total + self.update_bytes(rank)
+            if state > limit_bytes:
+                raise ConfigError(
+                    f"weights, gradients and optimizer of pipeline rank {rank} take "
+                    f"{state / GIB:.2f} GiB, above the limit of {limit_bytes / GIB:.2f} GiB; "
+                    "use more TP or PP, a distributed optimizer, or raise --wlb-memory-gib"
+                )
+
     def max_tokens(self, limit_bytes: float, num_micro_batches: int, *, multiple: int = 1) -> int:
         """S_max: the longest micro-batch such that a step of ``num_micro_batches`` of that length
         fits ``limit_bytes`` on every rank; a multiple of ``multiple``, and at least that.
@@ -248,17 +259,8 @@ class MemoryModel(Executed):
         enough = 4 * max(group, self.parallelism.pp_size)
         num = min(num_micro_batches, enough + (num_micro_batches - enough) % group)
         order = self._order(num)
-        left_bytes = []
-        for rank in range(self.parallelism.pp_size):
-            state = self.state_bytes(rank).total
-            left_bytes.append(limit_bytes - state)
-            state += self.update_bytes(rank)
-            if state > limit_bytes:
-                raise ConfigError(
-                    f"weights, gradients and optimizer of pipeline rank {rank} take "
-                    f"{state / GIB:.2f} GiB, above the limit of {limit_bytes / GIB:.2f} GiB; "
-                    "use more TP or PP, a distributed optimizer, or raise --wlb-memory-gib"
-                )
+        self.check_state(limit_bytes)
+        left_bytes = [limit_bytes - self.state_bytes(rank).total for rank in range(len(order))]
         beside = [self._beside_per_token(rank, actions) for rank, actions in enumerate(order)]
 
         def num_fitting(units: npt.NDArray[np.int64]) -> int:

@@ -8,9 +8,9 @@ knows, and gets the same cost, memory, S_max, packer and planner. What is not me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -337,6 +337,10 @@ class Run(Executed, _Batch):
     """Windows that a micro-batch stands for."""
     ramp: Ramp | None = None
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of its fields alone: what is worked out of them has places in memory for names."""
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
     def __post_init__(self) -> None:
         p = self.parallelism

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
@@ -106,6 +106,11 @@ class Steps:
                 f"{self.num} steps after {self.warm_up}, {len(self.seeds)} seeds; give at least "
                 "one of each"
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of what is tried: another process draws the documents itself, and tells nobody."""
+        given = self.source, self.num, self.warm_up, self.seeds, self.long_documents
+        return partial(type(self), length_multiple=self.length_multiple), given
 
     def __len__(self) -> int:
         """Steps that a trial plans."""

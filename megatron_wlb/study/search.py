@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heapify, heapreplace
 from itertools import product
 from operator import itemgetter
-from typing import TypeVar
+from typing import TypeAlias
 
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
@@ -38,7 +39,7 @@ from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.simulator.baseline import FULL, baseline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.simulator.trial import Steps, trial
+from megatron_wlb.simulator.trial import Outcome, Steps, trial
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay
 from megatron_wlb.study.found import (
     DEFAULT_WINDOWS,
@@ -52,10 +53,11 @@ from megatron_wlb.study.found import (
     ranked,
 )
 from megatron_wlb.study.stages import balanced_layers
+from megatron_wlb.study.workers import Workers
 
-T = TypeVar("T")
+Progress: TypeAlias = Callable[[str, int, int], object]
 
-PASSES = ("whole", "slices", "refined", "tuned")
+PASSES = ("slices", "refined", "tuned")
 """What :func:`search` tells of its progress, in order."""
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 """S_max in windows that are tried on the best layouts, besides the most that fits."""
@@ -111,7 +113,8 @@ def search(
     num_refined: int = 8,
     num_tuned: int = 3,
     max_delay: float = MAX_DELAY_STEPS,
-    progress: Callable[[str, int, int], object] = lambda what, done, total: None,
+    workers: int = 1,
+    progress: Progress = lambda what, done, total: None,
 ) -> Search:
     """Searches all layouts and ranks those that can run.
 
@@ -121,6 +124,7 @@ def search(
         num_refined: of the coarse pass's best layouts, how many are simulated with documents.
         num_tuned: of these, how many are with every packing and S_max.
         max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
+        workers: processes that simulate, as :class:`.Workers` starts them.
         progress: called with the pass's name, and how much of how much is done.
 
     Raises:
@@ -128,20 +132,26 @@ def search(
             why, and what comes nearest.
     """
     check_max_delay(max_delay)
+    with Workers(workers, space, steps) as pool:
+        return _search(space, steps, num_refined, num_tuned, max_delay, pool, progress)
 
-    def told(what: str, items: Sequence[T]) -> Iterator[T]:
-        for number, item in enumerate(items, start=1):
-            yield item
-            progress(what, number, len(items))
 
+def _search(
+    space: Space,
+    steps: Steps,
+    num_refined: int,
+    num_tuned: int,
+    max_delay: float,
+    pool: Workers,
+    progress: Progress,
+) -> Search:
+    tell = {what: partial(progress, what) for what in PASSES}
     sample = _sample(steps, space.window)
     tried = [[*_tried(space, layout, sample)] for layout in _layouts(space)]
-    whole, no_whole = _apart(
-        one for layout in told("whole", tried) for one in _whole(space, layout, sample)
-    )
+    whole, no_whole = _apart(one for layout in tried for one in _whole(space, layout, sample))
     reach = [(_most_mfu(space, layout, steps), layout) for layout in tried]
     reach.sort(key=itemgetter(0), reverse=True)
-    sliced, no_sliced = _apart(_in_slices(space, told("slices", reach), steps, num_refined))
+    sliced, no_sliced = _apart(_in_slices(reach, num_refined, pool, tell["slices"]))
     rejected = [*no_whole, *no_sliced]
     if not whole and not sliced:
         raise ConfigError(_nothing(space, rejected))
@@ -151,11 +161,14 @@ def search(
     candidates, _ = _apart([*whole, *balanced, *sliced])
     num_balanced = -(-num_refined // 2)
     refining = [*whole[:num_refined], *balanced[:num_balanced], *sliced[:num_refined]]
-    refined = ranked([_refined(space, one, steps) for one in told("refined", refining)], max_delay)
-    tuning = _to_tune(refined, candidates, num_tuned)
-    tuned = [
-        choice for one in told("tuned", tuning) for choice in _tuned(space, one, steps, refined)
+    settings = [(one, _plain(space, one)) for one in refining]
+    refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
+    settings = [
+        (one, setting)
+        for one in _to_tune(refined, candidates, num_tuned)
+        for setting in _untried(space, one, refined)
     ]
+    tuned = _choices(pool.map(_outcome, settings, tell["tuned"]))
     found = ranked([*refined, *tuned], max_delay)
     if not found[0].fits:
         raise ConfigError(_none_fits(space, found))
@@ -176,16 +189,23 @@ def _apart(found: Iterable[Candidate | Rejected]) -> tuple[list[Candidate], list
     return sorted(candidates, key=coarse_order), rejected
 
 
-def _choice(space: Space, candidate: Candidate, setting: PackingSettings, steps: Steps) -> Choice:
-    return Choice(candidate, trial(candidate.scenario, setting, steps, space.sharding))
+def _outcome(one: tuple[Candidate, PackingSettings], space: Space, steps: Steps) -> Outcome:
+    candidate, setting = one
+    return trial(candidate.scenario, setting, steps, space.sharding)
 
 
-def _refined(space: Space, candidate: Candidate, steps: Steps) -> Choice:
-    """The candidate with the last packing that is not shaped, where there is one."""
+def _choices(
+    tried: Iterable[tuple[tuple[Candidate, PackingSettings], Outcome]],
+) -> list[Choice]:
+    return [Choice(candidate, outcome) for (candidate, _), outcome in tried]
+
+
+def _plain(space: Space, candidate: Candidate) -> PackingSettings:
+    """The last packing that is not shaped, where there is one, for a candidate."""
     packings = _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices)
     plain = [name for name in packings if SHAPED not in name]
     packing = (plain or packings)[-1]
-    return _choice(space, candidate, _variant(packing, candidate, candidate.windows), steps)
+    return _variant(packing, candidate, candidate.windows)
 
 
 def _to_tune(
@@ -201,11 +221,11 @@ def _to_tune(
     return [*dict.fromkeys(found)]
 
 
-def _tuned(
-    space: Space, candidate: Candidate, steps: Steps, refined: Sequence[Choice]
-) -> Iterator[Choice]:
-    """The candidate with every packing and S_max, but for those that were refined, or the same with
-    a few tokens of S_max more or less.
+def _untried(
+    space: Space, candidate: Candidate, refined: Sequence[Choice]
+) -> Iterator[PackingSettings]:
+    """Every packing and S_max for a candidate, but for those that were refined, or the same with a
+    few tokens of S_max more or less.
     """
     known = [choice.outcome.setting for choice in refined if choice.candidate == candidate]
     for variant in _variants(space, candidate):
@@ -214,7 +234,7 @@ def _tuned(
             and abs(variant.max_tokens / setting.max_tokens - 1) < 0.05
             for setting in known
         ):
-            yield _choice(space, candidate, variant, steps)
+            yield variant
 
 
 def _any_stages(choice: Choice) -> Hashable:
@@ -341,28 +361,34 @@ def _whole(
             roomy.add(number)
 
 
+Tried: TypeAlias = tuple[float, Sequence[Run | Rejected]]
+"""The most MFU of a layout in slices, and its runs."""
+
+
 def _in_slices(
-    space: Space, reach: Iterable[tuple[float, list[Run | Rejected]]], steps: Steps, num: int
+    reach: Sequence[Tried], num: int, pool: Workers, told: Callable[[int, int], object]
 ) -> Iterator[Candidate | Rejected]:
     """What runs in slices. Once there are ``num``, layouts that cannot reach them are left out;
     ``reach`` has those with the highest MFU first.
     """
     fastest: list[float] = []
-    for most_mfu, tried in reach:
-        if len(fastest) == num and most_mfu < fastest[-1]:
-            continue
-        for one in _sliced(space, tried, steps):
+
+    def wanted(one: Tried) -> bool:
+        return len(fastest) < num or one[0] >= fastest[-1]
+
+    for _, found in pool.map(_sliced, reach, told, wanted):
+        for one in found:
             if isinstance(one, Candidate):
-                fastest = sorted([*fastest, one.mfu], reverse=True)[:num]
+                fastest[:] = sorted([*fastest, one.mfu], reverse=True)[:num]
             yield one
 
 
-def _sliced(
-    space: Space, tried: Sequence[Run | Rejected], steps: Steps
-) -> Iterator[Candidate | Rejected]:
+def _sliced(layout: Tried, space: Space, steps: Steps) -> list[Candidate | Rejected]:
     """Each N in slices, with the least recomputation that fits memory, by its first steps. Where
     nothing else can run, also why it does not fit.
     """
+    _, tried = layout
+    found: list[Candidate | Rejected] = []
     done: set[int] = set()
     for run in tried:
         if isinstance(run, Rejected) or run.num_micro_batches in done:
@@ -374,6 +400,7 @@ def _sliced(
             simulator = Simulator(run.costs, p, memory=run.memory)
             workload = steps.workloads(run)[0]
             try:
+                run.memory.check_state(run.limit_gib * GIB)  # before all that takes time
                 planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))
                 assert isinstance(planner.slicing, Slicer)
                 planner.slicing.check_room()  # as training does
@@ -383,13 +410,15 @@ def _sliced(
                         used.check(run.limit_gib * GIB, "")
             except WLBError as error:
                 if not _of_layout(space, p, slices=False):
-                    yield Rejected(p, run.num_micro_batches, run.recompute, "memory", str(error))
+                    number = run.num_micro_batches
+                    found.append(Rejected(p, number, run.recompute, "memory", str(error)))
                 continue
             total_us = sum(simulator.step(plan, with_memory=False).step_us for plan in plans)
             flops = sum(run.flops([d.length for d in plan.documents]) for plan in plans)
             peak = run.num_devices * run.hardware.peak_tflops * 1e6
-            yield Candidate(run, most, flops / (total_us * peak), slices=True)
+            found.append(Candidate(run, most, flops / (total_us * peak), slices=True))
             done.add(run.num_micro_batches)
+    return found
 
 
 def _most_mfu(space: Space, tried: Sequence[Run | Rejected], steps: Steps) -> float:

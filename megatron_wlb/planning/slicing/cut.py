@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.messages import meet_in_order
+from megatron_wlb.cost.slices import LAYERS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Units
 from megatron_wlb.planning.slicing.pipeline import Pipeline
@@ -174,7 +175,10 @@ class Slicer:
                 peak_bytes = memory.peak_bytes(units[0])
                 if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
                     self._tight.add(way)
-                    peak_bytes = memory.peak_bytes(self.pipeline.with_room(units)[0])
+                    again = units[0]._replace(recomputed=(LAYERS,) * len(units[0].spans))
+                    peak_bytes = memory.peak_bytes(again)
+                    if peak_bytes <= memory.limit_bytes or way.windows:
+                        peak_bytes = memory.peak_bytes(self.pipeline.with_room(units)[0])
                 self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
         return self._peaks_bytes[way]
 
