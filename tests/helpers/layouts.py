@@ -13,8 +13,6 @@ from helpers.oracle import OracleRun
 from helpers.workload import make_workload
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
-from megatron_wlb.settings.pattern import FLAG as PATTERN
-from megatron_wlb.settings.pattern import HybridPattern
 
 _DOCUMENTS: list[list[int | tuple[int, ...]]] = [
     [37, 1, 5, 60, 12, 29, 2, 48, 1, 17, (33, 20), 9, 55, 3],
@@ -171,10 +169,12 @@ class Layout:
     @property
     def config(self) -> Config:
         flags = [*COMMON.split(), *MODELS[self.model].split()]
-        if PATTERN in flags:
-            at, num = flags.index(PATTERN) + 1, self.pp * self.vpp
-            pattern = HybridPattern.of(flags[at])
-            flags[at] = pattern.divided([len(pattern.layers) // num] * num)
+        if "--hybrid-layer-pattern" in flags:
+            at = flags.index("--hybrid-layer-pattern") + 1
+            signs, *ahead = flags[at].split("/")
+            own = len(signs) // (self.pp * self.vpp)
+            stages = "|".join(signs[n : n + own] for n in range(0, len(signs), own))
+            flags[at] = "/".join([stages, *ahead])
         else:
             flags += ["--num-layers", str(max(4, self.pp * self.vpp))]
         flags += self.extra.split()

@@ -21,7 +21,6 @@ from helpers.oracle_experts import OracleRouters, expert_settings, layer_specs
 from helpers.workload import Workload
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
-from megatron_wlb.settings.pattern import HybridPattern
 
 Array = npt.NDArray[np.floating[Any]]
 State = dict[str, Array]
@@ -292,7 +291,7 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
     )
     if pattern is not None:
         stack = hybrid_layer_specs.hybrid_stack_spec
-        undivided = HybridPattern.of(pattern).divided()
+        undivided = pattern.replace("|", "")
         return HybridModel(hybrid_stack_spec=stack, hybrid_layer_pattern=undivided, **common)
     spec = layer_specs(core)
     for layer in getattr(spec, "layer_specs", [spec]) if latent else ():

@@ -62,6 +62,16 @@ def test_every_layout_can_run_or_has_its_reason(found: Search) -> None:
     assert sum(by_reason(found.rejected).values()) == len(found.rejected)
 
 
+def test_processes_find_what_one_does(found: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_wlb.study.workers.ALONE_S", 0.0)
+    shared = find(space(), workers=2)
+    assert shared.candidates == found.candidates and shared.rejected == found.rejected
+    both = [[c.candidate for c in one.ranked] for one in (shared, found)]
+    assert both[0] == both[1]
+    times = [[c.outcome.step_us for c in one.ranked] for one in (shared, found)]
+    assert times[0] == times[1]
+
+
 def test_candidates_fit_and_what_memory_rejects_does_not(found: Search) -> None:
     for candidate in found.candidates:
         scenario = candidate.scenario
