@@ -76,6 +76,7 @@ CASES = {
     "full": (f"{LLAMA} {PAIRS}", ONE),
     "full-block": (f"{LLAMA} {BLOCK}", ONE),
     "full-bf16": (f"{GROUPED} {BF16} {FULL}", ONE),
+    "hybrid": (f"{GROUPED} {BF16} --hybrid-layer-pattern *-**-*--/*-", ONE),
     # Optimizer state over data-parallel ranks.
     "sharded": (f"{LLAMA} {SHARDED}", ONE),
     "sharded-bf16": (f"{LLAMA} {SHARDED} {BF16}", ONE),
@@ -105,6 +106,7 @@ CASES = {
     "pp-selective": (f"{PP} {SELECTIVE}", RAGGED),
     "pp-full": (f"{LLAMA} {PP} {FULL}", RAGGED),
     "pp-uneven": (f"{LLAMA} {PP} --decoder-last-pipeline-num-layers 1", RAGGED),
+    "pp-hybrid": (f"{LLAMA} {PP} --hybrid-layer-pattern *-*|-**--", RAGGED),
     "pp-ends-only": (f"{GROUPED} {PP} --pipeline-model-parallel-layout Et*4|L", RAGGED),
     # Layers that predict further ahead, on the last rank.
     "ahead": (f"{LLAMA} --mtp-num-layers 2", ONE),
