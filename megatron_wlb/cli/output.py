@@ -27,7 +27,7 @@ OVER = "! is above the limit"
 """What a caption says of :func:`marked` numbers."""
 MIN_WIDTH = 130
 """Columns of a terminal that has room for more figures."""
-QUIET_S = 1.0
+QUIET_S, LONGEST_S = 1.0, 10.0
 """Work that takes no longer says nothing where there is no terminal."""
 
 
@@ -154,7 +154,9 @@ def counting_bar(task: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
-    """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by."""
+    """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by, or
+    :data:`LONGEST_S`.
+    """
     state, ended, start_s = [0, 0], Event(), time.monotonic()
 
     def note(done: int, total: int, what: str = "") -> None:
@@ -163,10 +165,11 @@ def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     def tell() -> None:
         wait_s = QUIET_S
         while not ended.wait(wait_s):
-            wait_s = time.monotonic() - start_s
+            gone_s = time.monotonic() - start_s
+            wait_s = min(gone_s, LONGEST_S)
             done, total = state
             so_far = f" {done:,} of {total:,}{unit}" if total else ""
-            print(f"{task}:{so_far} after {wait_s:.0f} s", file=sys.stderr, flush=True)
+            print(f"{task}:{so_far} after {gone_s:.0f} s", file=sys.stderr, flush=True)
 
     teller = Thread(target=tell, daemon=True)
     teller.start()
