@@ -15,6 +15,7 @@ from megatron_wlb.settings.command_line import Parser
 
 COMMANDS = {
     "audit": "prove which documents a run trained on, each token once",
+    "compare": "say which of two runs was faster, and how sure that is",
     "corpus": "turn text files into a corpus that Megatron reads, or say what is in one",
     "doctor": "say what is installed, what fits, and what is wrong",
     "pack": "compare the packings on your documents, without training",
@@ -39,6 +40,7 @@ examples:
   wlb plan corpora/books --model 7b --num-devices 64 --out 7b.yaml
   wlb profile --out machine.yaml
   wlb audit checkpoints
+  wlb compare stock.log balanced.jsonl --window 131072
   wlb doctor --megatron ~/Megatron-LM
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run
 
