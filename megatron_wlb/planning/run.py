@@ -339,7 +339,7 @@ class Run(Executed, _Batch):
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of its fields alone: what is worked out of them has places in memory for names."""
+        """Its fields alone: what is worked out of them has places in memory for names."""
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ class Steps:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of what is tried: another process draws the documents itself, and tells nobody."""
+        """What is tried: another process draws the documents itself, and tells nobody."""
         given = self.source, self.num, self.warm_up, self.seeds, self.long_documents
         return partial(type(self), length_multiple=self.length_multiple), given
 

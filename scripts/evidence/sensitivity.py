@@ -59,9 +59,9 @@ CASES: dict[str, dict[str, Any]] = {
     "attention, fast": {"attention_share": 0.5},
     "all overheads, low": {"kernel_us": 5.0, "launch_us": 5, "tp_overlap": 0.5},
     "all overheads, high": {"kernel_us": 15.0, "launch_us": 20, "tp_overlap": 0.9},
-    "rates of one H100": {"hardware": "docs/results/gpu-h100/profile/hardware.yaml"},
+    "rates of one H100": {"hardware": "h100-sxm-measured"},
     "rates of one H100, N 4": {
-        "hardware": "docs/results/gpu-h100/profile/hardware.yaml", "num-micro-batches": 4,
+        "hardware": "h100-sxm-measured", "num-micro-batches": 4,
     },
 }  # fmt: skip
 """What is changed: flags of `wlb simulate`, or figures of the machine, or all of these."""

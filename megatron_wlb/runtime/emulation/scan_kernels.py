@@ -27,8 +27,8 @@ def install_scans(patches: PatchSet) -> None:
         "l2norm": l2norm,
     }
     # One module up to 0.18.
-    modules = (getattr(gated_delta_net, name, gated_delta_net) for name in ("common", "gdn"))
-    for module in (gated_delta_net, *modules):
+    modules = {getattr(gated_delta_net, name, gated_delta_net) for name in ("common", "gdn")}
+    for module in {gated_delta_net} | modules:
         for name, value in kernels.items():
             if hasattr(module, name):
                 patches.replace(module, name, value)
