@@ -257,6 +257,9 @@ GENERAL: Rules = (
     Refusal("hybrid_layer_pattern", lambda f, _: _has(pattern.DELTA)(f) and f.tp > 1
         and not f.p.sequence_parallel, "TP ranks would train the norms of layers G each by its "
         "own heads: Megatron adds up their gradients only with --sequence-parallel", "add it"),
+    Refusal("hybrid_layer_pattern", lambda f, _: _has(pattern.DELTA)(f) and not f.m.swiglu,
+        "Megatron's layers G have the activation of its MLP, and no other than SiLU runs there",
+        "add --swiglu"),
     _divides("TP × CP", lambda f: f.tp * f.cp, "linear_num_key_heads", _has(pattern.DELTA)),
     _divides("--linear-num-key-heads", lambda f: f.m.linear_num_key_heads,
         "linear_num_value_heads", _has(pattern.DELTA)),

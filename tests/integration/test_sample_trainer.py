@@ -15,6 +15,11 @@ MODEL = {
     "moe_router_topk": 2, "disable_bias_linear": True, "wlb_cost": "analytic",
     "max_position_embeddings": 64,
 }  # fmt: skip
+HEADS = {
+    "swiglu": True, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mamba_num_heads": 2,
+    "mamba_head_dim": 8, "mamba_num_groups": 1,
+}  # fmt: skip
 WHOLE = {"wlb_packing": "hold", "wlb_max_tokens": 64}
 SLICES = {"wlb_packing": "slim", "wlb_max_tokens": 16}
 
@@ -49,8 +54,9 @@ def train(flags: list[str]) -> int:
                 "moe_aux_loss_coeff": 0.1,
             },
         ),
+        (2, {"expert_model_parallel_size": 2, "hybrid_layer_pattern": "GEM*", **HEADS}),
     ],
-    ids=["experts over replicas", "a loss over replicas"],
+    ids=["experts over replicas", "a loss over replicas", "states"],
 )
 def test_slices_of_replicas_that_meet_run_alike(tmp_path: Path, ranks: int, layout: dict) -> None:
     said = []

@@ -32,10 +32,11 @@ SETTINGS = """
 1 --multi-latent-attention --hybrid-layer-pattern *-
 4 --num-experts 8 --disable-bias-linear --hybrid-layer-pattern *E --moe-layer-freq 2
 1 --mtp-num-layers 1 --hybrid-layer-pattern *-
-2 --hybrid-layer-pattern G- --tensor-model-parallel-size 2
-2 --hybrid-layer-pattern G- --linear-num-key-heads 3 --linear-num-value-heads 3 \
+2 --swiglu --hybrid-layer-pattern G- --tensor-model-parallel-size 2
+1 --hybrid-layer-pattern G-
+2 --swiglu --hybrid-layer-pattern G- --linear-num-key-heads 3 --linear-num-value-heads 3 \
   --context-parallel-size 2
-1 --hybrid-layer-pattern G- --linear-num-key-heads 3
+1 --swiglu --hybrid-layer-pattern G- --linear-num-key-heads 3
 2 --hybrid-layer-pattern M- --mamba-num-heads 3 --mamba-num-groups 1 --context-parallel-size 2
 2 --hybrid-layer-pattern M- --mamba-num-groups 1 --tensor-model-parallel-size 2
 1 --hybrid-layer-pattern M- --mamba-num-heads 3 --mamba-num-groups 2
