@@ -19,6 +19,7 @@ from megatron_wlb.data.mock import LENGTHS
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.from_config import padded_vocab_size, without_growth
+from megatron_wlb.planning.models import DEFAULT_VOCAB_SIZE
 from megatron_wlb.planning.packing import PACKINGS, PackingSettings, kind_of, reads
 from megatron_wlb.planning.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import MEMORY_SHARE, Run, title
@@ -34,7 +35,7 @@ from megatron_wlb.settings.config import Config, from_flat
 from megatron_wlb.settings.packings import CHOSEN
 from megatron_wlb.settings.split import PipelineSplit
 from megatron_wlb.simulator.baseline import FULL, Baseline, baseline, fitting
-from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE, on_gpus
+from megatron_wlb.simulator.forecast import on_gpus
 from megatron_wlb.simulator.trial import STEPS, WARM_UP_STEPS, Outcome, Sharding, Steps, trials
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 

@@ -225,11 +225,6 @@ class Layer:
         return sum(part.weights(hidden_size) for part in self.parts)
 
     @property
-    def is_routed(self) -> bool:
-        """Whether a router chooses ranks for its tokens."""
-        return any(part.routed_weights(1) for part in self.parts)
-
-    @property
     def inner_weights(self) -> int:
         """Weights of its matrix products besides, which neither take nor give the hidden state."""
         return sum(part.inner_weights for part in self.parts)

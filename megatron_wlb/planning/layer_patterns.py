@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 
 from megatron_wlb.cost.layers import Layer, Part
 from megatron_wlb.cost.parts import Experts, GatedDelta, Mamba
@@ -126,14 +125,6 @@ def _experts(shape: ModelShape, model: ModelConfig, num_experts: int) -> Experts
         model.moe_shared_expert_intermediate_size or 0,
         model.moe_latent_size,
     )
-
-
-def pattern_of(shape: ModelShape, has_it: Callable[[Layer], bool]) -> str | None:
-    """What a flag such as ``--window-attn-skip-freq`` says of layers; None where all are alike."""
-    grouped = itertools.groupby(shape.runs, lambda run: has_it(run[1]))
-    runs = [(has, sum(num for num, _ in own)) for has, own in grouped]
-    said = "+".join(f"[{int(has)}]*{num}" for has, num in runs)
-    return f"({said})" if len(runs) > 1 else None
 
 
 def _pattern(text: str, num_layers: int) -> list[bool]:

@@ -11,7 +11,7 @@ from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config
 
 DEFAULT_VOCAB_SIZE = 32000
-"""The vocabulary of a model that does not give one."""
+"""The vocabulary of settings that name none, where no corpus does either."""
 
 
 def model_names() -> list[str]:

@@ -20,6 +20,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
+from megatron_wlb.planning.models import DEFAULT_VOCAB_SIZE
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Documents, Run
 from megatron_wlb.settings.config import Config
@@ -27,8 +28,6 @@ from megatron_wlb.simulator.baseline import Baseline, baseline, row
 from megatron_wlb.simulator.trial import Outcome, Steps, trial
 
 DISTRIBUTION = "reference"
-DEFAULT_VOCAB_SIZE = 32000
-"""The vocabulary of settings that name none, where no corpus does either."""
 
 
 @dataclass(frozen=True)
