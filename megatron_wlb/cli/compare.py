@@ -24,8 +24,9 @@ allocate. Steps that a restart ran again count once.
 Speed is work a second over all steps together, as packings let documents wait: a step of one run is
 not the same step of the other. Work is model FLOPs where both files say them, as --wlb-metrics of
 every packing does; else it is tokens. Plain packing cuts documents, so a token of it is less work:
-tokens a second say less than is gained. The interval holds 95 of 100 runs such as these: blocks of
-neighbouring steps are drawn again and again. Where it has 1 in it, nothing is proven; run longer.
+tokens a second say less than is gained. Megatron's time of a step has its logging in it, that of
+--wlb-metrics does not: some milliseconds. The interval holds 95 of 100 runs such as these: blocks
+of neighbouring steps are drawn again and again. If 1 lies in it, nothing is proven; run longer.
 
 examples:
   wlb compare stock.log balanced.jsonl --window 131072
@@ -34,7 +35,7 @@ examples:
 _STEP = re.compile(
     r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?global batch size: +(\d+)"
 )
-_OURS = re.compile(r" wlb (\S+) \|")
+_OURS = re.compile(r"(?:^|\s)wlb (\S+) \|")
 _LOSS = re.compile(r"lm loss: ([\d.E+-]+)")
 BLOCKS, DRAWS = 20, 2000
 """Blocks of neighbouring steps, and how often as many are drawn."""
@@ -82,11 +83,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    whole_number("--skip", args.skip, 0)
+    for name, least in (("skip", 0), ("seed", 0), ("window", 1)):
+        if (value := getattr(args, name)) is not None:
+            whole_number(f"--{name}", value, least)
     a, b = (read(path, args.window, args.skip) for path in (args.a, args.b))
     found = compare(a, b, args.seed)
     if args.json:
-        print(json.dumps(asdict(found)))
+        losses = [None if np.isnan(loss) else loss for loss in found.losses]
+        print(json.dumps(asdict(found) | {"losses": losses}))
         return 0
     for name, speed, steps, loss in zip("AB", found.per_s, found.steps, found.losses, strict=True):
         said = "" if np.isnan(loss) else f", loss {loss:.4f} over the last tenth"
@@ -106,7 +110,7 @@ def read(path: Path, window: int | None, skip: int = 0) -> Measured:
     for line in text.splitlines():
         if line.startswith("{"):
             steps |= _of_metrics(path, line)
-        elif match := _OURS.match(line):
+        elif match := _OURS.search(line):
             raise ConfigError(
                 f"{path} is the log of a run with --wlb-packing {match[1]}; give its file of "
                 "--wlb-metrics, which has the tokens of each step"
@@ -123,7 +127,10 @@ def read(path: Path, window: int | None, skip: int = 0) -> Measured:
             f"{path} has {len(steps)} steps, {len(numbers)} of them after --skip {skip}; give a "
             f"run of at least {skip + 2 * BLOCKS}, with --wlb-metrics or --log-interval 1"
         )
-    return Measured(np.array(numbers), *np.array([steps[n] for n in numbers]).T)
+    run = Measured(np.array(numbers), *np.array([steps[n] for n in numbers]).T)
+    if not (np.isfinite(run.seconds) & (run.seconds > 0) & (run.tokens > 0)).all():
+        raise ConfigError(f"{path} has steps of no time or no tokens; give the file of a whole run")
+    return run
 
 
 def _of_metrics(path: Path, line: str) -> dict[int, tuple[float, ...]]:
@@ -134,7 +141,7 @@ def _of_metrics(path: Path, line: str) -> dict[int, tuple[float, ...]]:
         seconds, rate, loss = found["step_ms"] / 1e3, found.get("tflops_per_device"), found["loss"]
         tflop, loss = (np.nan if x is None else float(x) for x in (rate, loss))
         return {int(found["iteration"]): (seconds, float(found["tokens"]), tflop * seconds, loss)}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}: a line is damaged ({error}): {line[:60]}") from None
 
 

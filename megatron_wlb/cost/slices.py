@@ -281,7 +281,7 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
 
     def saved(operation: Operation) -> float:
         if alone is None:
-            return operation.saved
+            return operation.saved + operation.apart
         besides = -operation.cached if alone else operation.joined
         return operation.saved + operation.apart + besides
 
@@ -316,9 +316,9 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
         else:
             working = operation.forward
             if operation.inner:
-                working = max(o.forward + o.saved for o in operation.inner)
+                working = max(o.forward + o.saved + o.apart for o in operation.inner)
             kept += saved(operation)
-            given += operation.saved - saved(operation)
+            given += operation.saved + operation.apart - saved(operation)
             keys = max((o.keys for o in operation.inner), default=operation.keys)
             note(kept + given + working, 0.0, 0.0, 2 * keys, keys)
             if operation.keys:

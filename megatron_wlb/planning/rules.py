@@ -56,6 +56,8 @@ class Facts:
         """Micro-batches that run through a virtual stage before the next one."""
         self._values = config.flat()
         self._values["ffn_hidden_size"] = m.ffn_hidden_size or 4 * m.hidden_size
+        heads = m.mamba_num_heads or 2 * m.hidden_size // m.mamba_head_dim
+        self._values["mamba_num_heads"] = heads
 
     def value(self, name: str) -> Any:
         return self._values[name]
@@ -271,6 +273,8 @@ GENERAL: Rules = (
         and own % f.cp and f.cp % own and own,
         "each TP rank has {found} of them, and neither does CP {f.cp} divide that nor that CP",
         "use a multiple of TP × CP"),
+    Refusal("use_rope_scaling", lambda f, v: v and f.p.hybrid_layer_pattern,
+        "a HybridModel does not scale rotary frequencies", "leave it out"),
     Refusal("multi_latent_attention",
         lambda f, v: v and pattern.ATTENTION in (f.p.hybrid_layer_pattern or ""),
         "--hybrid-layer-pattern {f.p.hybrid_layer_pattern} has layers of plain attention *",
@@ -278,6 +282,8 @@ GENERAL: Rules = (
     Refusal("moe_layer_freq",
         lambda f, v: f.p.hybrid_layer_pattern and v != ModelConfig.moe_layer_freq,
         "--hybrid-layer-pattern says which layers have experts", _LEAVE_ONE),
+    Refusal("moe_latent_size", lambda f, v: v is not None and f.m.num_experts is None,
+        "there are no experts", "give --num-experts"),
     Refusal("max_position_embeddings", lambda f, v: v is not None and v < f.d.seq_length,
         "documents reach the window's length, --seq-length {f.d.seq_length}", "use at least that"),
     Refusal("moe_ffn_hidden_size", lambda f, v: v is not None and f.m.num_experts is None,
@@ -343,6 +349,8 @@ GENERAL: Rules = (
 )  # fmt: skip
 
 LATENT: Rules = (
+    Refusal("attention_output_gate", lambda f, v: v, "Megatron has no gate of latent attention",
+        "leave it out"),
     Refusal("group_query_attention", given, "--multi-latent-attention has no query groups"),
     *(
         Refusal[Facts](name, lambda f, v: v in (True, "yarn"),

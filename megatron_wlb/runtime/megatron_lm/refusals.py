@@ -55,7 +55,6 @@ class Given(argparse.Namespace):
     transformer_impl: str | None = None
     add_bias_linear: bool = False
     mtp_num_layers: int | None = None
-    multi_latent_attention: bool = False
     num_experts: int | None = None
     moe_enable_deepep: bool = False
     moe_flex_dispatcher_backend: str | None = None
@@ -235,8 +234,6 @@ REFUSALS: tuple[Refusal[Given], ...] = (
         "use vanilla"),
     Refusal("--qk-clip", given, _NO_LOGITS),
     Refusal("--log-max-attention-logit", given, _NO_LOGITS),
-    Refusal("--attention-output-gate", lambda a, gated: gated and a.multi_latent_attention,
-        "Megatron has no gate of latent attention"),
     Refusal("--transformer-impl", other_than("local", "transformer_engine"),
         "it is made for inference", "use local or transformer_engine"),
     Refusal("--use-kitchen-attention", given, "packed attention takes its place"),

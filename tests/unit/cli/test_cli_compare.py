@@ -69,12 +69,16 @@ def test_steps_that_ran_again_count_once(wlb) -> None:
         ("none.jsonl a.jsonl", "No such file"),
         ("torn.jsonl a.jsonl", "torn.jsonl: a line is damaged"),
         ("a.jsonl a.jsonl --skip -1", "--skip is -1; give at least 0"),
+        ("a.jsonl a.jsonl --seed -1", "--seed is -1; give at least 0"),
+        ("stock.log a.jsonl --window 0", "--window is 0; give at least 1"),
+        ("still.jsonl a.jsonl", "still.jsonl has steps of no time or no tokens"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(words: str, says: str, wlb) -> None:
     metrics("a.jsonl", 100.0)
     metrics("few.jsonl", 100.0, steps=30)
+    metrics("still.jsonl", 0.0, tflops=None)
     stock("stock.log", 100.0)
-    Path("ours.log").write_text(" wlb hold | tokens: 4241 | padding: 0 | step (ms): 419.1 |\n")
+    Path("ours.log").write_text("0: [rank 1]  wlb hold | tokens: 4241 | step (ms): 419.1 |\n")
     Path("torn.jsonl").write_text('{"iteration": 3, "step_ms": 1')
     assert says in wlb.refusal(f"compare {words}")

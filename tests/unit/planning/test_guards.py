@@ -37,9 +37,13 @@ SETTINGS = """
 2 --swiglu --hybrid-layer-pattern G- --linear-num-key-heads 3 --linear-num-value-heads 3 \
   --context-parallel-size 2
 1 --swiglu --hybrid-layer-pattern G- --linear-num-key-heads 3
+1 --hybrid-layer-pattern *- --use-rope-scaling
+1 --moe-latent-size 32
+1 --multi-latent-attention --attention-output-gate
 2 --hybrid-layer-pattern M- --mamba-num-heads 3 --mamba-num-groups 1 --context-parallel-size 2
 2 --hybrid-layer-pattern M- --mamba-num-groups 1 --tensor-model-parallel-size 2
 1 --hybrid-layer-pattern M- --mamba-num-heads 3 --mamba-num-groups 2
+1 --hybrid-layer-pattern M- --mamba-num-groups 3
 3 --hybrid-layer-pattern M- --mamba-num-heads 6 --mamba-num-groups 2 --context-parallel-size 3 \
   --global-batch-size 9
 1 --hidden-size 66 --num-attention-heads 4

@@ -48,7 +48,6 @@ NEEDED: dict[str, dict[str, Any]] = {
         "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"]
     },
     "--use-torch-fsdp2": {"num_experts": 8},
-    "--attention-output-gate": {"multi_latent_attention": True},
     "--hybrid-layer-pattern": {"hybrid_layer_pattern": "D*"},
     "no corpus is given": {"data_path": None},
     "--use-distributed-optimizer": {"bf16": False},
