@@ -10,12 +10,15 @@ import bench_cp
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import Results
-from megatron_wlb.cost import ModelShape
+from megatron_wlb.settings.command_line import parse
 
 STAGES = {"7B": ("7b", 8, 8), "70B": ("70b", 8, 5)}
 """Name -> model, TP size, layers: 7B in 4 stages, 70B in 16."""
-TINY_MODEL = ModelShape(64, 128, 1, 2, 2, 32, 128, gated=True)
-TINY_STAGES = {"tiny": (TINY_MODEL, 1, 1)}
+TINY_MODEL = """
+--num-layers 1 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 2 --vocab-size 128
+--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+"""
+TINY_STAGES = {"tiny": (parse(TINY_MODEL.split()), 1, 1)}
 WINDOWS, REPEATS = (8192, 32768), 5
 SEED = 1
 
