@@ -45,7 +45,6 @@ BLOCKS, DRAWS = 20, 2000
 class Measured:
     """The steps of a run, ``[steps]`` each."""
 
-    iterations: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.float64]
     tflop: npt.NDArray[np.float64]
@@ -127,7 +126,7 @@ def read(path: Path, window: int | None, skip: int = 0) -> Measured:
             f"{path} has {len(steps)} steps, {len(numbers)} of them after --skip {skip}; give a "
             f"run of at least {skip + 2 * BLOCKS}, with --wlb-metrics or --log-interval 1"
         )
-    run = Measured(np.array(numbers), *np.array([steps[n] for n in numbers]).T)
+    run = Measured(*np.array([steps[n] for n in numbers]).T)
     if not (np.isfinite(run.seconds) & (run.seconds > 0) & (run.tokens > 0)).all():
         raise ConfigError(f"{path} has steps of no time or no tokens; give the file of a whole run")
     return run

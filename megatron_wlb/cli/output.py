@@ -28,7 +28,8 @@ OVER = "! is above the limit"
 MIN_WIDTH = 130
 """Columns of a terminal that has room for more figures."""
 QUIET_S, LONGEST_S = 1.0, 10.0
-"""Work that takes no longer says nothing where there is no terminal."""
+"""Where there is no terminal: work that takes no longer says nothing, and longer work says no less
+often how far it is."""
 
 
 def console(*, stderr: bool = False) -> Console:

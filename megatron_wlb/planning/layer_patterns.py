@@ -88,6 +88,10 @@ def with_experts(shape: ModelShape, model: ModelConfig) -> ModelShape:
     return shape.with_experts(_experts(shape, model, model.num_experts), expert_layers(model))
 
 
+def mamba_heads(model: ModelConfig) -> int:
+    return model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+
+
 def with_pattern(shape: ModelShape, model: ModelConfig, pattern: HybridPattern) -> ModelShape:
     """``shape``, of ``model``, with the layers of a HybridModel: each of one part. All parts of a
     depth that predicts further ahead are one layer.
@@ -104,9 +108,8 @@ def with_pattern(shape: ModelShape, model: ModelConfig, pattern: HybridPattern) 
         if sign == DELTA:
             return GatedDelta(*(getattr(model, f.name) for f in dataclasses.fields(GatedDelta)))
         if sign == MAMBA:
-            num_heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
             sizes = model.mamba_head_dim, model.mamba_state_dim, model.mamba_num_groups
-            return Mamba(num_heads, *sizes)
+            return Mamba(mamba_heads(model), *sizes)
         return dense if sign == MLP else attention
 
     every = zip(pattern.layers, windowed_layers(model), strict=True)

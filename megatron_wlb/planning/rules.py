@@ -17,7 +17,7 @@ from megatron_wlb.data.ramp import SCHEDULE, Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.extensions import load
 from megatron_wlb.planning.from_config import batch
-from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
+from megatron_wlb.planning.layer_patterns import expert_layers, mamba_heads, windowed_layers
 from megatron_wlb.planning.packing import check_numbers, check_shaping, kind_of
 from megatron_wlb.planning.refusal import Refusal, failing, given
 from megatron_wlb.settings import pattern
@@ -56,8 +56,7 @@ class Facts:
         """Micro-batches that run through a virtual stage before the next one."""
         self._values = config.flat()
         self._values["ffn_hidden_size"] = m.ffn_hidden_size or 4 * m.hidden_size
-        heads = m.mamba_num_heads or 2 * m.hidden_size // m.mamba_head_dim
-        self._values["mamba_num_heads"] = heads
+        self._values["mamba_num_heads"] = mamba_heads(m)
 
     def value(self, name: str) -> Any:
         return self._values[name]

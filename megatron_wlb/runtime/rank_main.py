@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_wlb.children import ending_with_us
 from megatron_wlb.errors import (
     CheckpointError,
     ConfigError,
@@ -25,7 +26,6 @@ from megatron_wlb.errors import (
     interrupted,
 )
 from megatron_wlb.runtime.ranks import watchdog
-from megatron_wlb.runtime.ranks.children import ending_with_us
 from megatron_wlb.runtime.saving import lock as save_lock
 
 OTHER_RANK_S = 5.0

@@ -132,43 +132,32 @@ def search(
             why, and what comes nearest.
     """
     check_max_delay(max_delay)
-    with Workers(workers, space, steps) as pool:
-        return _search(space, steps, num_refined, num_tuned, max_delay, pool, progress)
-
-
-def _search(
-    space: Space,
-    steps: Steps,
-    num_refined: int,
-    num_tuned: int,
-    max_delay: float,
-    pool: Workers,
-    progress: Progress,
-) -> Search:
+    pool = Workers(workers, space, steps)
     tell = {what: partial(progress, what) for what in PASSES}
     sample = _sample(steps, space.window)
     tried = [[*_tried(space, layout, sample)] for layout in _layouts(space)]
     whole, no_whole = _apart(one for layout in tried for one in _whole(space, layout, sample))
     reach = [(_most_mfu(space, layout, steps), layout) for layout in tried]
     reach.sort(key=itemgetter(0), reverse=True)
-    sliced, no_sliced = _apart(_in_slices(reach, num_refined, pool, tell["slices"]))
-    rejected = [*no_whole, *no_sliced]
-    if not whole and not sliced:
-        raise ConfigError(_nothing(space, rejected))
-    balanced, _ = _apart(
-        better for one in whole[:num_refined] if (better := _balanced(space, one, sample))
-    )
-    candidates, _ = _apart([*whole, *balanced, *sliced])
-    num_balanced = -(-num_refined // 2)
-    refining = [*whole[:num_refined], *balanced[:num_balanced], *sliced[:num_refined]]
-    settings = [(one, _plain(space, one)) for one in refining]
-    refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
-    settings = [
-        (one, setting)
-        for one in _to_tune(refined, candidates, num_tuned)
-        for setting in _untried(space, one, refined)
-    ]
-    tuned = _choices(pool.map(_outcome, settings, tell["tuned"]))
+    with pool:
+        sliced, no_sliced = _apart(_in_slices(reach, num_refined, pool, tell["slices"]))
+        rejected = [*no_whole, *no_sliced]
+        if not whole and not sliced:
+            raise ConfigError(_nothing(space, rejected))
+        balanced, _ = _apart(
+            better for one in whole[:num_refined] if (better := _balanced(space, one, sample))
+        )
+        candidates, _ = _apart([*whole, *balanced, *sliced])
+        num_balanced = -(-num_refined // 2)
+        refining = [*whole[:num_refined], *balanced[:num_balanced], *sliced[:num_refined]]
+        settings = [(one, _plain(space, one)) for one in refining]
+        refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
+        settings = [
+            (one, setting)
+            for one in _to_tune(refined, candidates, num_tuned)
+            for setting in _untried(space, one, refined)
+        ]
+        tuned = _choices(pool.map(_outcome, settings, tell["tuned"]))
     found = ranked([*refined, *tuned], max_delay)
     if not found[0].fits:
         raise ConfigError(_none_fits(space, found))

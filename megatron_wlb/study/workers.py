@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
+
+from megatron_wlb.children import ending_with_us
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -72,9 +73,10 @@ class Workers(AbstractContextManager["Workers"]):
         if self._pool is None:
             if self._number == 1 or time.monotonic() - self._began_s < ALONE_S:
                 return None
-            context = multiprocessing.get_context("forkserver")
+            context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._number, context, _have, self._given)
-        return self._pool.submit(_call, function, item)
+        with ending_with_us():  # it starts them one by one
+            return self._pool.submit(_call, function, item)
 
 
 _given: tuple[Any, ...] = ()
@@ -84,15 +86,6 @@ _given: tuple[Any, ...] = ()
 def _have(*given: Any) -> None:
     global _given
     _given = given
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A process that was killed cannot tell its workers to end."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _call(function: Callable[..., R], item: Any) -> R:

@@ -27,7 +27,7 @@ PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
 FORMER_PATHS = ("verl", "slime", "packing_scheduler")
 """Of adapters; users' own scripts name them."""
 FLOORS = (
-    ("errors", "interrupts", "files", "reading", "extensions"),
+    ("errors", "interrupts", "files", "reading", "extensions", "children"),
     ("settings",),
     ("cost",),
     ("plan", "data"),

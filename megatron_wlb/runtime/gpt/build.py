@@ -303,7 +303,7 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
 def packed(spec: Any, options: AttentionOptions) -> Any:
     """A copy of a layer's, block's or stack's spec with our attention in every layer.
 
-    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention.
+    Raises :class:`CompatibilityError` as :func:`with_document_attention`.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [packed(layer, options) for layer in spec.layer_specs or []]

@@ -1,7 +1,8 @@
-"""Processes that a rank starts end with it, however it ends.
+"""Processes that a program starts end with it, however it ends.
 
 Megatron's writers of checkpoints, and the manager of their queue, know nothing of a rank that was
-killed: they would go on writing where a resumed run writes, or wait for ever.
+killed: they would go on writing where a resumed run writes, or wait for ever. Nor do processes that
+share a search.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that a rank starts end with it."""
+"""Processes that a program starts end with it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_wlb.runtime.ranks.children import ending_with_us
+from megatron_wlb.children import ending_with_us
 
 PROGRAM = """
 import multiprocessing, sys, time
-from megatron_wlb.runtime.ranks.children import ending_with_us
+from concurrent.futures import ProcessPoolExecutor
+
+from megatron_wlb.children import ending_with_us
 
 if __name__ == "__main__":
     with ending_with_us():
@@ -23,6 +25,8 @@ if __name__ == "__main__":
         context.Process(target=time.sleep, args=(60,)).start()
         manager = context.Manager()  # a process that Megatron's writers have too
         manager.Queue()
+        pool = ProcessPoolExecutor(1, context)
+        pool.submit(time.sleep, 60)
         print("ready", flush=True)
         time.sleep(60)
 """
@@ -36,7 +40,7 @@ def test_children_end_with_a_rank_that_is_killed(method: str, tmp_path: Path) ->
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         children = psutil.Process(rank.pid).children(recursive=True)
-        assert len(children) >= 2
+        assert len(children) >= 3
         rank.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=10)
     for process in alive:
