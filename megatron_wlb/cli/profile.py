@@ -38,6 +38,7 @@ what is measured:
               calls that fill the device, for q and k = 1, 2, 4 ... up to --longest
   linear      matrix products and element-wise operations, and what attention of long documents
               reaches
+  states      recurrences of gated delta nets and Mamba-2, where fla and mamba_ssm are installed
   kernels     what a kernel takes besides its work, and what its launch takes the host (GPU only)
 What one device cannot tell (links, overlaps) is taken from --base, with its source.
 

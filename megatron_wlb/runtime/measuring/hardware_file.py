@@ -62,6 +62,9 @@ def hardware_content(
         measured("launch_us", rates.launch_us, "the same launched one by one, forward and backward")
     if rates.host_gb_s is not None:
         measured("host_link_gb_s", rates.host_gb_s, "copies to pinned memory and back at once")
+    if scans := rates.scan_tflops:
+        told = ", ".join(f"{tflops:.4g} TF/s of a {name}" for name, tflops in scans.items())
+        share("scan_share", min(scans.values()), "peak_tflops", f"recurrences: the least, {told}")
     long = profiles[0]
     tflops, length = long_document_tflops(long), long.lengths[-1]
     share(

@@ -7,14 +7,15 @@ other work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatron_wlb.runtime.device_clock import Clock
+from megatron_wlb.runtime.measuring.scan_rates import scan_tflops
 
 NUM_REPEATS = 8
 SMALL, NUM_LINKS = 256, 64
@@ -44,6 +45,9 @@ class Rates:
     """The host's time to launch a GPU's kernel, with autograd's part; None on the CPU."""
     host_gb_s: float | None = None
     """Bytes to pinned memory of the host while as many come back; None on the CPU."""
+    scan_tflops: Mapping[str, float] = field(default_factory=dict)
+    """Recurrences of one document, forward and backward, by the kind of layer with a state whose
+    kernels are installed."""
 
 
 def measure_rates(device: str | None = None) -> Rates:
@@ -74,6 +78,7 @@ def measure_rates(device: str | None = None) -> Rates:
     result = torch.empty_like(numbers)
     copy_s = best_s(lambda: result.copy_(numbers))
     elementwise_s = best_s(lambda: silu(numbers, inplace=True))
+    kernel_us, launch_us = _kernel_us() if cuda else (None, None)
     moved = 2 * numbers.numel() * numbers.element_size()
     return Rates(
         torch.cuda.get_device_name() if cuda else "cpu",
@@ -84,7 +89,10 @@ def measure_rates(device: str | None = None) -> Rates:
         2 * num_heads * head_dim * length**2 / attention_s / 1e12,
         moved / copy_s / 1e9,
         moved / elementwise_s / 1e9,
-        *((*_kernel_us(), _host_gb_s(best_s)) if cuda else ()),
+        kernel_us,
+        launch_us,
+        _host_gb_s(best_s) if cuda else None,
+        scan_tflops(random, best_s, num_tokens),
     )
 
 

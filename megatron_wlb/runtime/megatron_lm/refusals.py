@@ -17,7 +17,7 @@ from megatron_wlb.planning.refusal import Refusal, below, given, lines, other_th
 from megatron_wlb.runtime.saving.newest import newest_step
 from megatron_wlb.runtime.saving.sealed import is_store
 from megatron_wlb.settings.command_line import megatron_flags
-from megatron_wlb.settings.pattern import OTHERS
+from megatron_wlb.settings.pattern import OTHERS, STATES
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Given(argparse.Namespace):
     enable_gloo_process_groups: bool = True
     bf16: bool = False
     fp16: bool = False
+    fp8: str | None = None
     fp8_recipe: str | None = None
     transformer_impl: str | None = None
     add_bias_linear: bool = False
@@ -435,6 +436,9 @@ TOLD: tuple[Refusal[Given], ...] = (
         lambda a, fp8: fp8 and a.fp8_recipe in (None, "delayed") and a.world_size > a.shards,
         "with delayed scaling data-parallel ranks wait for each other at each micro-batch",
         "--fp8-recipe tensorwise avoids that"),
+    Refusal("--hybrid-layer-pattern", lambda a, text: text and STATES & set(text) and a.fp8,
+        "nobody has tried --fp8-format with Mamba-2 or gated delta nets and plans yet",
+        "compare the first losses with those of bf16"),
 )  # fmt: skip
 """Flags that run, and what they cost here or what is still made in spite of them."""
 

@@ -2,13 +2,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention_latency import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
+from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.emulation.scan_kernels import install_scans
 from megatron_wlb.runtime.measuring.hardware_file import hardware_content, long_document_tflops
 from megatron_wlb.runtime.measuring.rates import Rates
+from megatron_wlb.runtime.measuring.scan_rates import scan_tflops
 
 RATES = Rates("cpu", "float32", 1, 0.2, 0.15, 0.1, 40.0, 30.0)
 
@@ -59,6 +63,33 @@ def test_a_gpus_kernels_are_figures_of_their_own():
     figures = ("kernel_us", "launch_us", "host_link_gb_s")
     assert [made[1][name]["value"] for name in figures] == [2.5, 7.0, 48.0]
     assert made[1]["launch_us"]["source"].startswith("measured: ")
+
+
+def test_recurrences_are_measured_by_the_kernels_that_megatron_calls(monkeypatch):
+    """Twice the tokens are twice the FLOPs; without kernels the base's share stays."""
+    seconds = iter([1.0, 1.0, 2.0, 2.0])
+
+    def clock(run):
+        run()
+        return next(seconds)
+
+    assert scan_tflops(torch.randn, clock, 32) == {}
+    patches = PatchSet()
+    install_scans(patches)
+    try:
+        rates = [scan_tflops(torch.randn, clock, size) for size in (32, 64)]
+    finally:
+        patches.restore()
+    assert rates[0] == rates[1]
+    assert rates[0]["gated delta net"] == 3 * 2 * 4 * (32 * 128 * 128) * 32 / 1e12
+    assert rates[0]["Mamba-2 layer"] == 3 * 7 * (64 * 64 * 128) * 32 / 1e12
+    base = read_hardware("cpu")[1]
+    made = hardware_content(
+        base, "cpu", replace(RATES, scan_tflops={"a": 0.05, "b": 0.02}), [profile()], "here", "cpu"
+    )
+    assert made["scan_share"]["value"] == 0.1
+    assert "0.02 TF/s of a b" in made["scan_share"]["source"]
+    assert "scan_share" not in content()
 
 
 def test_profile_keeps_the_tables_of_its_base(wlb, quick):

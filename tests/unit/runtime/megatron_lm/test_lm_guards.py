@@ -207,6 +207,9 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "--disable-gloo-process-groups": ({"enable_gloo_process_groups": False}, ""),
     "--fp8-format": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, " hybrid"),
+    "--hybrid-layer-pattern": (
+        {"hybrid_layer_pattern": "M-*-", "fp8": "hybrid", "fp8_recipe": "tensorwise"}, " M-*-"
+    ),
 }  # fmt: skip
 
 
@@ -229,7 +232,8 @@ def test_each_flag_without_effect_or_at_a_cost_is_one_warning(
         {"attention_dropout": 0.0},
         {"enable_gloo_process_groups": True},
         {"fp8": "hybrid", "fp8_recipe": "delayed", "world_size": 12},  # one replica
-        {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "hybrid_layer_pattern": "*-"},
+        {"hybrid_layer_pattern": "G-"},
         {"cuda_graph_impl": "none"},
         {"num_experts": None, "moe_token_dispatcher_type": "allgather"},
         {"num_experts": 8, "moe_token_dispatcher_type": "alltoall"},
