@@ -52,6 +52,7 @@ from megatron_wlb.reading import (
     shown,
     whole_number,
 )
+from megatron_wlb.settings.config import DEFAULT_MACHINE
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.simulator.trial import packed
@@ -130,7 +131,7 @@ def plan_batch(
     max_tokens: int,
     layout: Parallelism = ONE_DEVICE,
     cost: Cost | str | Path = REFERENCE_COST,
-    hardware: str = "h100-sxm",
+    hardware: str = DEFAULT_MACHINE,
     slices: bool = False,
     num_micro_batches: int | None = None,
     equal_numbers: bool = True,
@@ -237,7 +238,7 @@ def simulate_step(
     layout: Parallelism = ONE_DEVICE,
     *,
     model: str = "7b",
-    hardware: str = "h100-sxm",
+    hardware: str = DEFAULT_MACHINE,
     sharding: Mode = "adaptive",
 ) -> StepTimeline:
     """Simulates when each rank runs what in a planned step, what it waits for and what it holds.
@@ -262,7 +263,9 @@ def simulate_step(
     return Simulator(scenario.costs, layout, memory=scenario.memory).step(plan, scale)
 
 
-def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = "h100-sxm") -> Cost:
+def model_cost(
+    model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = DEFAULT_MACHINE
+) -> Cost:
     """Predicts what a document takes in the whole model, from the rates of the hardware.
 
     The arguments are those of :func:`simulate_step`.

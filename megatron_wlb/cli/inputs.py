@@ -66,7 +66,8 @@ documents, one of:
 MACHINES = f"""\
 {MODELS}\
 machine:
-  --hardware NAME|FILE h100-sxm, h200, a100, a800, cpu, or a YAML file as in configs/hardware
+  --hardware NAME|FILE h100-sxm-measured, h100-sxm (as runs before flash-attn 3), h200, a100,
+                       a800, cpu, or a YAML file as in configs/hardware
   --cost FILE          measured instead of modelled: what megatron_wlb.measure_cost wrote
 """
 

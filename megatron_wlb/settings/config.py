@@ -35,6 +35,9 @@ from megatron_wlb.settings.setting import (
     setting,
 )
 
+DEFAULT_MACHINE = "h100-sxm-measured"
+"""An H100 at the rates that one of them was measured with."""
+
 
 @dataclass(frozen=True)
 class WlbConfig:
@@ -194,9 +197,10 @@ class WlbConfig:
         resume="free",
     )
     wlb_hardware: str = searched(
-        "h100-sxm",
-        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, a800, cpu, "
-        "or a YAML file such as `wlb profile` writes",
+        DEFAULT_MACHINE,
+        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm-measured, h100-sxm (as "
+        "runs before flash-attn 3), h200, a100, a800, cpu, or a YAML file such as `wlb profile` "
+        "writes",
         resume="free",
     )
     wlb_cost_extrapolate: bool = setting(

@@ -14,6 +14,7 @@ from megatron_wlb.cost import Recompute
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
+from megatron_wlb.settings.config import DEFAULT_MACHINE
 from megatron_wlb.simulator.trial import Outcome, Sharding, Steps, trial
 
 FULL = Recompute("full", "uniform", 1)
@@ -205,7 +206,7 @@ def row(outcome: Outcome, base: Baseline | None = None) -> dict[str, Any]:
 
 
 def baseline(
-    run: Run, steps: Steps, sharding: Sharding = "adaptive", hardware: str = "h100-sxm"
+    run: Run, steps: Steps, sharding: Sharding = "adaptive", hardware: str = DEFAULT_MACHINE
 ) -> Baseline:
     """Tries `original`, with as little more recomputation as lets it fit memory, and the same with
     all communication overlapped that Megatron can.

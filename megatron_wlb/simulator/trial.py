@@ -264,6 +264,8 @@ def trials(
         slicing = planner.slicing
         if isinstance(slicing, Slicer):
             memory.expect(slicing)
+        elif run.memory_gib is not None and not run.fits_windows and not memory.out_of_memory:
+            memory.out_of_memory = f"windows do not fit {run.memory_gib:g} GiB, as training asks"
     about = {
         "setting": setting,
         "metrics": meter.metrics(planner.packer.waiting),

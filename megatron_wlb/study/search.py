@@ -37,6 +37,7 @@ from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_wi
 from megatron_wlb.planning.run import Devices, Run, title
 from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
+from megatron_wlb.settings.config import DEFAULT_MACHINE
 from megatron_wlb.simulator.baseline import FULL, baseline
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.trial import Outcome, Steps, trial
@@ -88,7 +89,7 @@ class Space(Devices):
     """The sharding where CP is above 1."""
     recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
     """Recomputation to try, least first: more only where S_max is below :data:`DEFAULT_WINDOWS`."""
-    machine: str = "h100-sxm"
+    machine: str = DEFAULT_MACHINE
     """The hardware's name or file."""
     extrapolate: bool = False
     """Whether to go beyond the end of the hardware's measured attention."""

@@ -8,9 +8,11 @@
 ``_published/runs.csv`` has tokens a second and GPU, printed by NVIDIA for DGX-H100: NeMo 24.07
 (``docs/source/performance/performance_summary.md``), its table of long sequences (24.03, from
 TFLOP/s by NeMo's formula, which counts attention as not causal), Megatron-LM (``examples/llama``)
-and Megatron-Bridge (``docs/performance-summary-archive.md``). All windows are full. Of several
-releases of one model in one layout the fastest is judged, as only software differs; the others are
-shown. Left out are FSDP, Mamba, and DeepSeek-V3, which recomputes what no flag of ours names.
+and Megatron-Bridge (``docs/performance-summary-archive.md``). Runs of TRL with FSDP2, torch's ring
+attention and all layers recomputed (huggingface/trl, pull requests 6845 and 6846: seconds of a step
+of one document) are held out: no half has them. All windows are full. Of several releases of one
+model in one layout the fastest is judged, as only software differs; the others are shown. Left out
+are Megatron's FSDP, Mamba, and DeepSeek-V3, which recomputes what no flag of ours names.
 
 What recipes overlap is in the table: ``tp_overlap`` is ``--tp-comm-overlap``, ``ep_overlap`` the
 exchange of experts beside another micro-batch; ``once`` a dispatcher that sends a token to a node
@@ -43,9 +45,10 @@ from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import Hardware, load_hardware, read_hardware
 from megatron_wlb.cost.layers import Precisions
 from megatron_wlb.cost.parts import Attention, Experts
-from megatron_wlb.cost.shape import ModelShape, Parallelism, padded_vocabulary
+from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, padded_vocabulary
 from megatron_wlb.errors import run_program
 from megatron_wlb.planning.run import Run
+from megatron_wlb.simulator.baseline import FULL
 from megatron_wlb.simulator.step import Simulator
 
 DATA = Path(__file__).parent / "_published"
@@ -83,6 +86,8 @@ class Published:
     sends_once: bool
     tokens_per_s: float
     """Of each GPU."""
+    held_out: bool
+    """By FSDP2 with all layers recomputed, never fitted and no part of the halves."""
 
     @classmethod
     def of(cls, row: Mapping[str, str]) -> Published:
@@ -102,6 +107,7 @@ class Published:
         return cls(
             row["source"], row["model"], gpus, batch, micro_batch, window, layout,
             row["precision"], tp_overlapped, ep_overlapped, sends_once, float(row["tokens_per_s"]),
+            row["held"] == "yes",
         )  # fmt: skip
 
     @property
@@ -148,7 +154,7 @@ class Published:
         """Tokens a second of each GPU, simulated."""
         execution = Execution(
             self.layout, tp_overlapped=self.tp_overlapped, ep_overlapped=self.ep_overlapped,
-            sends_once=self.sends_once,
+            sends_once=self.sends_once, recompute=FULL if self.held_out else Recompute(),
         )  # fmt: skip
         number = self.batch // self.micro_batch
         run = Run(
@@ -179,20 +185,22 @@ def models() -> dict[str, dict[str, Any]]:
 _MODELS: dict[str, dict[str, Any]] = {}
 
 
-def published() -> tuple[list[Published], list[Published], list[Published]]:
-    """Runs to fit, runs to judge, and slower releases of these."""
+def published() -> dict[str, list[Published]]:
+    """Runs to fit, runs to judge, slower releases of these, and what is held out."""
     with (DATA / "runs.csv").open() as stream:
-        runs = [Published.of(row) for row in csv.DictReader(stream)]
+        known = [Published.of(row) for row in csv.DictReader(stream)]
+    runs = [run for run in known if not run.held_out]
     fastest: dict[tuple[object, ...], Published] = {}
     for run in runs:
-        known = fastest.setdefault(run.same, run)
-        if run.tokens_per_s > known.tokens_per_s:
+        if run.tokens_per_s > fastest.setdefault(run.same, run).tokens_per_s:
             fastest[run.same] = run
     halves: tuple[list[Published], list[Published]] = ([], [])
     for _, alike in groupby(sorted(fastest.values(), key=lambda run: run.kind), lambda r: r.kind):
         for number, run in enumerate(alike):
             halves[number % 2].append(run)
-    return *halves, [run for run in runs if run not in fastest.values()]
+    slower = [run for run in runs if run not in fastest.values()]
+    held = [run for run in known if run.held_out]
+    return {"fitted": halves[0], "judged": halves[1], "slower": slower, "held out": held}
 
 
 def errors(runs: Iterable[Published], hardware: Hardware) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -265,16 +273,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     hardware = load_hardware(args.hardware)
-    fitted, judged, slower = published()
+    named = published()
     if args.swap:
-        fitted, judged = judged, fitted
+        named |= {"fitted": named["judged"], "judged": named["fitted"]}
     if args.fit:
-        hardware = fit(fitted, hardware)
+        hardware = fit(named["fitted"], hardware)
     if args.out:
         write(hardware, args.hardware, args.out)
-    shown, rows = table({"fitted": fitted, "judged": judged, "slower": slower}, hardware)
+    shown, rows = table(named, hardware)
     found = {half: np.abs(errors(runs, hardware))
-             for half, runs in (("fitted", fitted), ("judged", judged))}  # fmt: skip
+             for half, runs in named.items() if half != "slower"}  # fmt: skip
     figures = {half: {"runs": len(own), "mean": float(own.mean()), "worst": float(own.max())}
                for half, own in found.items()}  # fmt: skip
     values = {name: round(getattr(hardware, name), 3) for name in PRIOR}

@@ -30,6 +30,16 @@ def test_published_runs_are_predicted_within_the_errors_wanted():
         assert all(name in layouts for name in ("EP", "CP", "VP"))
 
 
+def test_runs_of_today_lie_between_the_fitted_machine_and_the_measured_one():
+    """Long documents on today's kernels: the first is too slow, the second too fast."""
+    ratios = []
+    for name in ("h100-sxm", "h100-sxm-measured"):
+        _, found = judged("--hardware", name)
+        rows = [row for row in found["runs"] if row["half"] == "held out"]
+        ratios.append([row["simulated"] / row["read"] for row in rows])
+    assert all(0.65 < slow < 0.75 and 1.2 < fast < 1.3 for slow, fast in zip(*ratios, strict=True))
+
+
 def test_machine_file_is_what_fitting_gives(tmp_path):
     _, found = judged("--fit", "--out", str(tmp_path / "fitted.yaml"))
     _, shipped = judged()

@@ -13,6 +13,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.from_words import settings_of_script
 from megatron_wlb.planning.models import load_model, model_names
+from megatron_wlb.settings.config import DEFAULT_MACHINE
 
 TRAINING = {
     "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 2048,
@@ -144,4 +145,4 @@ def test_flags_of_megatron_and_short_ones_are_the_same(wlb) -> None:
         for row in found["rows"]:
             row.pop("ms_per_step")
     assert one == other and one["layout"]["tp_size"] == 2
-    assert one["frame"]["hardware"] == "a100" and plain["frame"]["hardware"] == "h100-sxm"
+    assert one["frame"]["hardware"] == "a100" and plain["frame"]["hardware"] == DEFAULT_MACHINE

@@ -100,6 +100,7 @@ def test_original_is_recommended_where_nothing_is_faster(wlb) -> None:
     # Documents of a window and more leave nothing to balance their pieces with.
     Path("long.txt").write_text("1724\n" * 40)
     tune = "tune --lengths long.txt --window 1024 --steps 8 --max-delay 0.5 --model 550m"
+    tune += " --hardware h100-sxm"
     found, out = wlb.json(tune), wlb(tune).out
     assert found["flags"] == ["--wlb-packing", "original"]
     assert all(row["speedup"] < 1 for row in found["defaults"])

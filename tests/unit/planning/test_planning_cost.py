@@ -30,7 +30,7 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.config import DEFAULT_MACHINE, Config
 
 VOCAB = 512
 
@@ -95,7 +95,7 @@ def test_settings_become_the_shape_and_layout() -> None:
 
 def test_analytic_cost_is_that_of_the_named_hardware() -> None:
     costs = {}
-    for name in ("h100-sxm", "cpu"):
+    for name in (DEFAULT_MACHINE, "cpu"):
         config = settings("--wlb-hardware", name)
         costs[name] = known_cost(config, VOCAB)
         model = AnalyticModel(
@@ -104,8 +104,8 @@ def test_analytic_cost_is_that_of_the_named_hardware() -> None:
             load_hardware(name),
         )
         assert costs[name] == model.cost()
-    assert costs["cpu"].document_us(1024) > 100 * costs["h100-sxm"].document_us(1024)
-    assert known_cost(settings(), VOCAB) == costs["h100-sxm"]
+    assert costs["cpu"].document_us(1024) > 100 * costs[DEFAULT_MACHINE].document_us(1024)
+    assert known_cost(settings(), VOCAB) == costs[DEFAULT_MACHINE]
     with pytest.raises(ConfigError, match="unknown hardware h1000"):
         known_cost(settings("--wlb-hardware", "h1000"), VOCAB)
 

@@ -78,7 +78,7 @@ def test_replicas_meet_in_one_order_with_several_chunks(monkeypatch) -> None:
     def plans():
         return plan_steps(
             sample_lengths("reference", 120, seed=2), window=131072, num_micro_batches=4,
-            packing="slim", cost=model_cost("7b", layout), layout=layout,
+            packing="slim", cost=model_cost("7b", layout, hardware="h100-sxm"), layout=layout,
         )  # fmt: skip
 
     found = [*plans()]
