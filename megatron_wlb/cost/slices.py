@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,16 +203,14 @@ class SliceTape:
         """Bytes of the states that slices leave, and of those that kernels keep of the ones before;
         of layers that run again, none of the latter.
         """
-        taken = sum(o.state for o in self.tape.operations if not o.inner)
-        both: Floats = self._left(units) + np.where(units.start > 0, taken, 0.0)
+        both: Floats = self._left(units) + np.where(units.start > 0, self._handed[1], 0.0)
         return both
 
     def _left(self, units: UnitTable) -> Floats:
         """Bytes of the states behind slices: until the next slice has run backward, and then of
         their gradients.
         """
-        states = sum(o.state for o in self.tape.operations)
-        left: Floats = np.where(units.stop < units.length, states, 0.0)
+        left: Floats = np.where(units.stop < units.length, self._handed[0], 0.0)
         return left
 
     def _peaks(self, units: UnitTable, share: Floats, held: Floats, backward: bool) -> Floats:
@@ -244,6 +243,12 @@ class SliceTape:
         operations = self.tape.operations
         saved = self.tape.saved_per_token + sum(o.apart for o in operations)
         return saved + sum(o.joined for o in operations), saved - sum(o.cached for o in operations)
+
+    @cached_property
+    def _handed(self) -> tuple[float, float]:
+        """Bytes of the states of all layers, and of those that do not run again."""
+        operations = self.tape.operations
+        return sum(o.state for o in operations), sum(o.state for o in operations if not o.inner)
 
     @cached_property
     def _buffers(self) -> tuple[float, float]:
@@ -286,32 +291,35 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
         return operation.saved + operation.apart + besides
 
     operations = tape.operations
-    left = np.array([sum(o.keys for o in operations), sum(o.gradients for o in operations)])
-    own, done = np.zeros(2), np.zeros(2)
+    left = [sum(o.keys for o in operations), sum(o.gradients for o in operations)]
+    own, done = [0.0, 0.0], [0.0, 0.0]
     kept = sum(map(saved, operations)) if backward else 0.0
     given = 0.0  # to attention, which does not keep it
     moments: list[list[float]] = []
+    again_of: dict[int, list[list[float]]] = {}  # of the operations inside one
 
     def note(tokens: float, once: float, *rows: float) -> None:
-        alive = np.stack([left - own, own, done], axis=1)
-        moments.append([tokens, once, *alive.ravel().tolist(), *rows, *[0.0] * (4 - len(rows))])
+        alive = ([a - b, b, c] for a, b, c in zip(left, own, done, strict=True))
+        moments.append([tokens, once, *chain(*alive), *rows, *[0.0] * (4 - len(rows))])
 
     note(kept, 0.0)
     for operation in reversed(operations) if backward else operations:
-        own = np.array([operation.keys, operation.gradients])
+        own = [operation.keys, operation.gradients]
         if backward:
             tokens, once = kept + operation.backward, float(operation.weight_bytes)
             # Divided rows as they come and in their order, then with their gradients, then these
             # as they go; those of the next layer come meanwhile.
-            keys, sums = (0.0, 0.0) if operation.inner else own.tolist()
+            keys, sums = (0.0, 0.0) if operation.inner else own
             note(kept, once, 0.0, 0.0, 3 * keys)
             note(tokens, once, operation.prefix, 0.0, 2 * keys + sums)
             sent = sums if in_fp32 else keys
             note(tokens, once, 0.0, sent, keys + sums, sent)
-            inner = Tape(operation.inner)
-            for again in (False, True) if operation.inner else ():
-                for more, weight, *rest in _moments(inner, again, None, in_fp32).T.tolist():
-                    note(tokens + more, once + weight, *rest[6:])
+            inner = operation.inner
+            if inner and id(inner) not in again_of:
+                both = (_moments(Tape(inner), again, None, in_fp32) for again in (False, True))
+                again_of[id(inner)] = np.concatenate([*both], axis=1).T.tolist()
+            for more, weight, *rest in again_of.get(id(inner), ()):
+                note(tokens + more, once + weight, *rest[6:])
             kept -= saved(operation)
         else:
             working = operation.forward
@@ -323,5 +331,6 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
             note(kept + given + working, 0.0, 0.0, 2 * keys, keys)
             if operation.keys:
                 given = 0.0
-        left, done = left - own, done + own
+        left = [a - b for a, b in zip(left, own, strict=True)]
+        done = [a + b for a, b in zip(done, own, strict=True)]
     return np.array(moments, dtype=np.float64).T

@@ -164,13 +164,21 @@ def test_wandb_gets_the_figures_of_each_step(texts: list[Path], tmp_path: Path) 
     flags = holding(texts) | {"train_iters": 3, "wlb_metrics": "metrics"}
     flags |= {"tensorboard_log_interval": 1, "wlb_hardware": "cpu"}
     finished = finish(launch(tmp_path, 1, flags, fault=stand_in_for_wandb))
-    assert len(re.findall(r", predicted \S+ \| .* \| MFU \(of cpu\): ", finished.output)) == 3
+    assert (
+        len(
+            re.findall(
+                r", predicted \S+ \(.*original \S+ ×\) \| .* \| MFU \(of cpu\): ", finished.output
+            )
+        )
+        == 3
+    )
     said = re.findall(r"^wandb (.*)$", finished.output, re.MULTILINE)
     shown = {step: values for step, values in map(json.loads, said) if "wlb/imbalance" in values}
     assert list(shown) == [1, 2, 3]
     for line in read_metrics(tmp_path / "metrics"):
         values = shown[line["iteration"]]
-        for name in ("imbalance", "tokens", "delay_steps", "predicted_ms", "mfu"):
+        for name in ("imbalance", "tokens", "delay_steps", "predicted_ms", "mfu",
+                     "predicted_original_ms"):  # fmt: skip
             assert values[f"wlb/{name}"] == line[name]
 
 

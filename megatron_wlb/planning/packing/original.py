@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import Document
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planning.packing.base import Limits, Packer, load_state, save_state
 
 if TYPE_CHECKING:
@@ -104,6 +106,29 @@ def cut_windows(
         windows.append(cut)
     rows = [[*chain(*windows[at : at + each])] for at in range(0, len(windows), each)]
     return rows, documents[first:]
+
+
+def in_windows(plan: StepPlan, micro_batch_tokens: int) -> StepPlan:
+    """The documents of a step as Megatron would pack them: in the stream's order, cut into
+    rows of about ``micro_batch_tokens`` that are dealt out in turn. So a document is cut where two
+    rows meet, and nowhere else.
+
+    All tokens of the step run. So rows are as long as their number asks.
+    """
+    dp_size, documents = (
+        len(plan.micro_batches),
+        sorted(plan.documents, key=attrgetter("arrival", "offset")),
+    )
+    num_tokens = sum([document.length for document in documents])
+    rows = max(1, round(num_tokens / micro_batch_tokens / dp_size)) * dp_size
+    window = -(-num_tokens // rows)
+    packed, _ = cut_windows(documents, Limits(rows, window, window, num_tokens), plan.step)
+    every = [
+        MicroBatchPlan(number, tuple(Span(d, 0, d.length) for d in row), window, 0.0)
+        for number, row in enumerate(packed)
+    ]
+    ranks = tuple(tuple(every[rank::dp_size]) for rank in range(dp_size))
+    return replace(plan, packing="original", micro_batches=ranks, chains=(), window_bytes=0.0)
 
 
 def count_cut(lengths: Sequence[int], window: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,42 @@ from helpers.strategies import documents
 from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.runtime.megatron_lm.log import Log
+from megatron_wlb.planning.packing.original import in_windows
+from megatron_wlb.runtime.megatron_lm.log import Log, SoFar
 from megatron_wlb.settings.command_line import parse
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 40 --global-batch-size 4"
 )
+
+
+def test_log_says_what_the_same_documents_would_take_in_windows() -> None:
+    """30 and 10 tokens balance two of 20; windows of 20 cut the first, and neither is heavy."""
+    long, *short = documents([30, 10, 20, 20])
+    packed = ((long,), (short[0], short[1]), (short[2],))
+    own = [
+        MicroBatchPlan(n, tuple(Span(d, 0, d.length) for d in row), 30, 0.0)
+        for n, row in enumerate(packed)
+    ]
+    plan = StepPlan(0, "hold", (tuple(own),), 0, 0)
+    windows = in_windows(plan, 20)
+    assert [m.lengths for m in windows.micro_batches[0]] == [(20,), (10, 10), (20,), (20,)]
+    assert [m.num_targets for m in windows] == [20, 18, 19, 19]  # where documents end no label is
+    assert [m.lengths for m in in_windows(plan, 30).micro_batches[0]] == [
+        (27,),
+        (3, 10, 14),
+        (6, 20),
+    ]
+    two_ranks = in_windows(replace(plan, micro_batches=((own[0],), tuple(own[1:]))), 20)
+    assert [[m.index for m in own] for own in two_ranks.micro_batches] == [[0, 2], [1, 3]]
+
+    so_far = SoFar()
+    for measured_ms in (900.0, 500.0, 110.0, 120.0, 115.0):
+        so_far.add({"step_ms": measured_ms, "predicted_ms": 100.0, "predicted_original_ms": 130.0})
+    assert str(so_far) == " (measured 1.15 × so far, ± 0.05; original 1.3 ×)"
+    alone = SoFar()
+    alone.add({"step_ms": 3.0, "predicted_ms": 2.0})  # of `original`, the first step
+    assert str(alone) == ""
 
 
 def test_predicted_step_has_waits_between_replicas_of_experts() -> None:
