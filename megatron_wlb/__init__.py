@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_wlb.runtime.trainer.sample_trainer import SampleTrainer
     from megatron_wlb.simulator.step_timeline import StepTimeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism",

@@ -152,6 +152,10 @@ FIGURES = (
 )
 """What of a command's result stands beside its digest: the first value of each name."""
 
+STATES = FILE.with_name("states-0.2.json")
+RELEASED = ("run hold", "run slim", "run wlb")
+"""Runs whose states a release has written: ``python tests/golden.py states``, once a release."""
+
 STRATEGIES = """\
 num_devices: 12
 devices_per_node: 4
@@ -246,6 +250,24 @@ def _run(name: str) -> tuple[Callable[[], Plans], StepTime | None]:
     return lambda: make(config, corpora, cost, 2), lambda plan: simulator.step(plan).step_us
 
 
+def saved(name: str) -> dict[str, Any]:
+    """A run's state in the middle, as a checkpoint has it, and the arrivals that have run."""
+    planner = _run(name)[0]()
+    ran = _arrivals(_next(planner, NUM_STEPS // 2))
+    return {"state": planner.state_dict(), "waiting": planner.num_waiting, "ran": ran}
+
+
+def continued(name: str, kept: dict[str, Any]) -> tuple[int, list[list[int]]]:
+    """How many documents wait once a state is read, and the arrivals that run from then on."""
+    planner: Any = _run(name)[0]()
+    planner.load_state_dict(kept["state"])
+    return planner.num_waiting, _arrivals(_next(planner, 3 * NUM_STEPS))
+
+
+def _arrivals(plans: Iterable[StepPlan]) -> list[list[int]]:
+    return [[d.arrival, d.offset] for plan in plans for d in plan.documents]
+
+
 def _next(planner: Plans, number: int) -> Iterator[StepPlan]:
     return islice(iter(planner.next_plan, None), number)
 
@@ -305,7 +327,9 @@ def _rounded(found: Any) -> Any:
 
 if __name__ == "__main__":
     with folder():
-        if sys.argv[1:]:
+        if sys.argv[1:] == ["states"]:
+            STATES.write_text(json.dumps({name: saved(name) for name in RELEASED}) + "\n")
+        elif sys.argv[1:]:
             sys.stdout.write(json.dumps(case(sys.argv[1]), indent=1) + "\n")
         else:
             rows = [f"{json.dumps(name)}: {json.dumps(line(case(name)))}" for name in NAMES]

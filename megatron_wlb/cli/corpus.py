@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 
 import numpy as np
@@ -17,7 +18,7 @@ from megatron_wlb.data.build_corpus import build_corpus
 from megatron_wlb.data.corpus import Corpus, CorpusInfo
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
-from megatron_wlb.reading import text_of_flag, whole_number
+from megatron_wlb.reading import MOST_DEVICES, text_of_flag, whole_number
 from megatron_wlb.settings.config import from_flat
 
 _EPILOG = f"""\
@@ -62,6 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(build, "--json-key KEY", "where JSONL has the text", "text")
     about = "in .py files, each top-level function or class is a document"
     flag(build, "--python-definitions", about)
+    flag(build, "--workers N", "threads that make tokens (default: all processors; not for bytes)")
     flag(build, "--exclude NAME", "folders to skip", [], nargs="+", action="extend")
     flag(build, "--force", "replace PREFIX where it exists, and remove its masks")
     flag(build, "--reuse", "keep PREFIX where it was built from the same content and settings")
@@ -77,6 +79,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
+    if args.workers is not None:  # as the library reads it when it begins
+        os.environ["RAYON_NUM_THREADS"] = str(
+            whole_number("--workers", args.workers, 1, MOST_DEVICES)
+        )
     with progress_bar("building", of_bytes=True) as progress:
         info = build_corpus(
             args.paths,
