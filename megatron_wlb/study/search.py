@@ -389,6 +389,8 @@ def _sliced(layout: Tried, space: Space, steps: Steps) -> list[Candidate | Rejec
             setting = PackingSettings.parse(packing, space.window, most)
             simulator = Simulator(run.costs, p, memory=run.memory)
             workload = steps.workloads(run)[0]
+            assert workload.memory is not None
+            workload = replace(workload, memory=workload.memory._replace(exact=False))
             try:
                 run.memory.check_state(run.limit_gib * GIB)  # before all that takes time
                 planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))

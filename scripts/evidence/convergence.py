@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +106,20 @@ SMALL = Setting(
     ),
 )
 """With equal tokens and a smaller model, for many seeds."""
+SMALL_ONES = {
+    "dense": SMALL,
+    "experts": replace(
+        SMALL,
+        flags=(
+            *SMALL.flags,
+            *("--num-experts", "8", "--moe-ffn-hidden-size", "128", "--moe-router-topk", "2"),
+            *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "0.01"),
+            *("--moe-router-load-balancing-type", "aux_loss", "--disable-bias-linear"),
+        ),
+    ),
+    "samples": replace(SMALL, flags=(*SMALL.flags, "--wlb-loss-mean", "sample")),
+}
+"""Kinds of smaller models: with experts, or as in fine-tuning each document counting 1."""
 TIME = Setting(
     window=8192,
     num_micro_batches=4,
@@ -119,7 +133,7 @@ TIME = Setting(
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
-    return TIME if options.minutes else SMALL if options.small else TOKENS
+    return TIME if options.minutes else SMALL_ONES.get(options.small, TOKENS)
 
 
 @dataclass(frozen=True)
@@ -232,7 +246,8 @@ def main() -> int:
     add_seeds(parser)
     flag(parser, "--tokens X", "of each run, in whole steps", 4e6)
     flag(parser, "--minutes X", "of steps after which runs on two cores are compared", 0.0)
-    parser.add_argument("--small", action="store_true", help="a smaller model, for many seeds")
+    about = "a smaller model, for many seeds: dense, with experts, or with a mean over documents"
+    parser.add_argument("--small", nargs="?", const="dense", choices=SMALL_ONES, help=about)
     flag(parser, "--looks N", "at held-out documents", 8)
     flag(parser, "--jobs N", "runs at once (default: one a core)", 0)
     parser.add_argument(
@@ -244,7 +259,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     texts = Texts.build(options.out.absolute(), setting_of(options).window)
     kind = f"pp2-{options.minutes:g}min" if options.minutes else f"{options.tokens:g}-tokens"
-    kind = f"small-{kind}" if options.small else kind
+    if options.small:
+        kind = f"small-{kind}" if options.small == "dense" else f"{options.small}-{kind}"
     jobs = [
         Job(packing, seed, options.out.absolute() / result_of(kind, packing, seed))
         for seed in options.seeds

@@ -177,7 +177,8 @@ class Slicer:
                     self._tight.add(way)
                     again = units[0]._replace(recomputed=(LAYERS,) * len(units[0].spans))
                     peak_bytes = min(peak_bytes, memory.peak_bytes(again))
-                    if peak_bytes <= memory.limit_bytes or way.windows:
+                    fits = peak_bytes <= memory.limit_bytes
+                    if (fits and memory.exact) or way.windows:
                         peak_bytes = memory.peak_bytes(self.pipeline.with_room(units)[0])
                 self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
         return self._peaks_bytes[way]

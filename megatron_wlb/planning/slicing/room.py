@@ -99,6 +99,9 @@ class MemoryLimit(NamedTuple):
     """Whether it was asked for; else it is what the machine has."""
     recomputes: bool = False
     """Whether micro-batches of slices may be recomputed one by one: not where layers are anyhow."""
+    exact: bool = True
+    """Whether the worst steps are known by what is recomputed in them. If not, by what they hold if
+    all layers are, which is less: enough to see what cannot fit, in a third of the time."""
 
     @property
     def host_bytes(self) -> float:
