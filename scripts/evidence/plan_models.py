@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""What packings gain for models of today: ``wlb plan`` for each, and a table of what it finds.
+
+    scripts/evidence/plan_models.py --out runs/models                              # hours
+    scripts/evidence/plan_models.py --out runs/models --models 7b --windows 32768  # minutes
+    scripts/evidence/plan_models.py --out runs/models --page docs/results/models.md
+
+What ``wlb plan --json`` printed for a row is kept in the folder, so that a run that was stopped
+goes on, and the table is of all rows that are there. N is one window for each 4 devices, and 4 for
+each with documents for fine-tuning: of a lognormal distribution (median 1,500 tokens, sigma 1.1).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _common import parser_of
+
+from megatron_wlb.errors import run_program
+
+MODELS = {
+    "7b": "7B (LLaMA2)", "llama-3-8b": "Llama-3-8B", "llama-3-70b": "Llama-3-70B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3-235b-a22b": "Qwen3-235B-A22B",
+    "qwen3.5-35b-a3b": "Qwen3.5-35B-A3B", "nemotron-3-super": "Nemotron 3 Super",
+}  # fmt: skip
+WINDOWS = (32768, 65536, 131072, 262144)
+MARKS = "<!-- plans -->\n", "<!-- end of plans -->"
+NUM_DOCUMENTS, MEDIAN, SIGMA, SEED = 60_000, 1500, 1.1, 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One search."""
+
+    model: str
+    num_devices: int
+    window: int
+    lengths: str
+
+    def kept(self, folder: Path) -> Path:
+        return folder / f"{self.model}-{self.num_devices}-{self.window}-{self.lengths}.json"
+
+    def command(self, folder: Path) -> list[str]:
+        each, source = 4, ["--distribution", self.lengths]
+        if self.lengths == "tuning":
+            path, random, each = folder / "tuning.txt", np.random.default_rng(SEED), 1
+            drawn = np.exp(random.normal(np.log(MEDIAN), SIGMA, NUM_DOCUMENTS))
+            path.write_text("\n".join(map(str, np.clip(drawn, 16, 32768).astype(int))))
+            source = ["--lengths", str(path)]
+        return [
+            *("wlb", "plan", *source, "--model", self.model, "--json"),
+            *("--num-devices", str(self.num_devices), "--window", str(self.window)),
+            *("--num-micro-batches", str(self.num_devices // each)),
+        ]
+
+    def cells(self, found: dict[str, Any]) -> list[str]:
+        """The line of the table: the best of all, and what others do beside it."""
+        best: dict[str, dict[str, Any]] = {}
+        for one in found["ranked"]:
+            known = best.setdefault(one["packing"], one)
+            if one["speedup_over_best"] > known["speedup_over_best"]:
+                best[one["packing"]] = one
+        fastest = max(best.values(), key=lambda one: float(one["speedup_over_best"]))
+        sizes = ("TP", "tp_size"), ("CP", "cp_size"), ("PP", "pp_size"), ("V", "vpp_size"), (
+            "DP", "dp_size"), ("EP", "ep_size")  # fmt: skip
+        layout = " ".join(f"{name}{fastest[size]}" for name, size in sizes if fastest[size] > 1)
+
+        def gain(packing: str) -> str:
+            return f"{best[packing]['speedup_over_best']:.2f}" if packing in best else "–"
+
+        original = f"{best['original']['mfu']:.0%}" if "original" in best else "none fits"
+        documents = "fine-tuning" if self.lengths == "tuning" else "long"
+        return [
+            MODELS[self.model], str(self.num_devices), f"{self.window // 1024}K", documents,
+            f"`{fastest['packing']}`: {layout or 'DP only'}",
+            f"{fastest['speedup_over_best']:.2f}", gain("hold"), gain("slim"),
+            f"{found['frame']['overlapped_speedup'] or 1:.2f}",
+            f"{fastest['mfu']:.0%}, {original}",
+        ]  # fmt: skip
+
+
+def table(folder: Path) -> str:
+    """Of all rows that are there."""
+    head = ("Model", "GPUs", "Window", "Documents", "Fastest, and its layout", "Gain", "`hold`",
+            "`slim`", "Overlap", "MFU, of `original`")  # fmt: skip
+    lines = [head, ["---"] * len(head)]
+    for row in rows([*MODELS], WINDOWS, (64, 256)):
+        if (path := row.kept(folder)).exists():
+            lines.append(row.cells(json.loads(path.read_text())))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def rows(models: list[str], windows: tuple[int, ...], devices: tuple[int, ...]) -> Iterator[Row]:
+    for model in models:
+        for number in devices:
+            yield from (Row(model, number, window, "reference") for window in windows)
+        if 32768 in windows and 64 in devices:
+            yield Row(model, 64, 32768, "tuning")
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what is kept")
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
+    about = "tokens (default: all of 32K to 256K)"
+    parser.add_argument(
+        "--windows", nargs="+", type=int, default=WINDOWS, choices=WINDOWS, help=about
+    )
+    parser.add_argument("--devices", nargs="+", type=int, default=(64, 256), choices=(64, 256))
+    parser.add_argument("--page", type=Path, help="page whose table is written, without a search")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.page is None:
+        for row in rows(args.models, tuple(args.windows), tuple(args.devices)):
+            if (path := row.kept(args.out)).exists():
+                continue
+            print(row.kept(Path()).stem, file=sys.stderr)
+            done = subprocess.run(row.command(args.out), stdout=subprocess.PIPE, check=True)
+            path.write_bytes(done.stdout)
+    made = table(args.out)
+    if args.page is not None:
+        before, _, rest = args.page.read_text().partition(MARKS[0])
+        args.page.write_text(f"{before}{MARKS[0]}\n{made}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    print(made, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
