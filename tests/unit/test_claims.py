@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import claims
 import pytest
 
@@ -38,3 +41,30 @@ def test_commands_are_numbered_and_figures_taken_by_hand_are_listed() -> None:
 def test_numbers_are_those_that_may_be_figures() -> None:
     text = "1.20× (1.11-1.27), 12.9 %, of 123; `--x 44` [page](88.md) PP=4, 16K\n```\n99\n```"
     assert claims.numbers_of(text) == {"1.20", "1.11", "1.27", "12.9", "123", "16K"}
+
+
+NO_FIGURES = {
+    "context-parallelism.md": "0.01 2.2 2.7 5.1 8.0",  # a limit, a section, versions
+    "flags.md": "0.15 0.45 1.05",  # defaults
+    "installing.md": "0.2 0.20 2.10 2.13 2.7 26.06",  # versions, sizes of downloads
+    "limits.md": "0.20 2.18 2.9",
+    "megatron-lm.md": "0.20 1.08 1.31",  # a version, an example of a line
+    "models.md": "0.15",
+    "recipes.md": "0.1 0.20",
+    "reliability.md": "0.3 0.7",  # measured there
+    "samples.md": "0.7 0.9",
+}
+"""Numbers of the pages that say no result."""
+
+
+@pytest.mark.parametrize("page", sorted((claims.ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_a_figure_on_two_pages_is_one(page: Path) -> None:
+    """What a page says of results stands on one of the pages of results that it names."""
+    text, known = page.read_text(), set(NO_FIGURES.get(page.name, "").split())
+    for name in {*re.findall(r"results/([\w-]+\.md)", text)}:
+        known |= claims.numbers_of((page.parent / "results" / name).read_text())
+    for claim in claims.read():
+        if claim["page"] == f"../{page.name}":
+            known |= claims.numbers_of(f"{claim['quote']} {claim['figure']}")
+    figures = {n for n in claims.numbers_of(text) if re.fullmatch(r"\d+\.\d+", n)}
+    assert figures <= known, f"{sorted(figures - known)} stand on no page of results that it names"
