@@ -264,8 +264,13 @@ def trials(
         slicing = planner.slicing
         if isinstance(slicing, Slicer):
             memory.expect(slicing)
-        elif run.memory_gib is not None and not run.fits_windows and not memory.out_of_memory:
-            memory.out_of_memory = f"windows do not fit {run.memory_gib:g} GiB, as training asks"
+        elif run.memory_gib is not None and not memory.out_of_memory:
+            reads = "max_tokens" in setting.kind.reads
+            wanted = setting.max_tokens if reads else run.micro_batch_tokens
+            if not run.fits_windows or run.max_tokens() < wanted:
+                memory.out_of_memory = (
+                    f"micro-batches of {wanted} tokens do not fit {run.memory_gib:g} GiB"
+                )
     about = {
         "setting": setting,
         "metrics": meter.metrics(planner.packer.waiting),

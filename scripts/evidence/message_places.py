@@ -110,7 +110,7 @@ def ratios(
     drawn = np.random.default_rng(seed)
     plans = plan_steps(
         sample_lengths("reference", STEPS * num, seed=seed), window=131072, num_micro_batches=num,
-        packing="slim", cost=model_cost("7b", layout), layout=layout,
+        packing="slim", cost=model_cost("7b", layout, hardware="h100-sxm"), layout=layout,
     )  # fmt: skip
     for plan in plans:
         for own, chains in list(zip(plan.micro_batches, plan.chains, strict=True))[:2]:

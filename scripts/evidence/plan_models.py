@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from _common import parser_of
 
-from megatron_wlb.errors import run_program
+from megatron_wlb.errors import ConfigError, run_program
+from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
 MODELS = {
     "7b": "7B (LLaMA2)", "llama-3-8b": "Llama-3-8B", "llama-3-70b": "Llama-3-70B",
@@ -64,6 +65,8 @@ class Row:
         """The line of the table: the best of all, and what others do beside it."""
         best: dict[str, dict[str, Any]] = {}
         for one in found["ranked"]:
+            if not one["fits"] or one["delay_mean"] > MAX_DELAY_STEPS:
+                continue
             known = best.setdefault(one["packing"], one)
             if one["speedup_over_best"] > known["speedup_over_best"]:
                 best[one["packing"]] = one
@@ -75,7 +78,7 @@ class Row:
         def gain(packing: str) -> str:
             return f"{best[packing]['speedup_over_best']:.2f}" if packing in best else "–"
 
-        original = f"{best['original']['mfu']:.0%}" if "original" in best else "none fits"
+        original = f"{best['original']['mfu']:.0%}" if found["original_fits"] else "none fits"
         documents = "fine-tuning" if self.lengths == "tuning" else "long"
         return [
             MODELS[self.model], str(self.num_devices), f"{self.window // 1024}K", documents,
@@ -126,7 +129,9 @@ def main() -> int:
             path.write_bytes(done.stdout)
     made = table(args.out)
     if args.page is not None:
-        before, _, rest = args.page.read_text().partition(MARKS[0])
+        before, mark, rest = args.page.read_text().partition(MARKS[0])
+        if not mark:
+            raise ConfigError(f"{args.page} has no line {MARKS[0].strip()}; put one where it goes")
         args.page.write_text(f"{before}{MARKS[0]}\n{made}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
     print(made, end="")
     return 0

@@ -154,7 +154,7 @@ it. *overlapped* is stock with `--tp-comm-overlap`, which lengths that vary turn
 - **overlap of TP**: what matrix products hide of the collectives (`tp_overlap`: 0.5, 0.70, 0.9).
 - **attention**: the share of the peak that it reaches (`attention_share`: 0.3, 0.36, 0.5).
 - **rates of one H100**: all that `wlb profile` measured on one H100 with flash-attn 3, whose
-  attention reaches 0.65 of the peak and matrix products 0.79 ([gpu.md](gpu.md#the-profile)).
+  attention reaches 0.66 of the peak and matrix products 0.79 ([gpu.md](gpu.md#the-profile)).
 """
 
 

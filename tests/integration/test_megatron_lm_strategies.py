@@ -183,7 +183,8 @@ def test_strategies_are_proposed_by_tables_that_each_layout_measured(
     corpus: Path, tmp_path: Path
 ) -> None:
     """Only layouts with a table are proposed, and one process trains the same."""
-    flags = FLAGS | {"data_path": corpus}
+    # The first proposal's layout makes the weights, which are those of one process for any TP.
+    flags = FLAGS | {"data_path": corpus, "use_cpu_initialization": True}
     model = BOTH | {"num_layers": 6, "num_attention_heads": 4, "data_path": corpus}
     layouts: dict[str, Flags] = {
         "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -192,7 +193,7 @@ def test_strategies_are_proposed_by_tables_that_each_layout_measured(
     (tmp_path / "costs").mkdir()
     for name, layout in layouts.items():
         measured = model | {"make_vocab_size_divisible_by": 64} | layout
-        measured |= {"tables": f"costs/{name}.json"}
+        measured |= {"tables": f"costs/{name}.json", "log_interval": None, "eval_interval": None}
         finish(start(tmp_path, 2, measured, program=measure_cost))
     unlike = {"wlb_strategies": "auto", "wlb_cost": tmp_path / "costs", "wlb_metrics": "unlike"}
     finish(launch(tmp_path, 2, flags | {"make_vocab_size_divisible_by": 64} | unlike))

@@ -108,21 +108,19 @@ def cut_windows(
     return rows, documents[first:]
 
 
-def in_windows(plan: StepPlan, micro_batch_tokens: int) -> StepPlan:
-    """The documents of a step as Megatron would pack them: in the stream's order, cut into
-    rows of about ``micro_batch_tokens`` that are dealt out in turn. So a document is cut where two
-    rows meet, and nowhere else.
-
-    All tokens of the step run. So rows are as long as their number asks.
+def in_windows(plan: StepPlan, num_micro_batches: int) -> StepPlan:
+    """The documents of a step as Megatron would pack them: in the stream's order, cut into so many
+    rows of equal length that are dealt out in turn. So a document is cut where two rows meet, and
+    nowhere else. All tokens of the step run, so rows may be longer or shorter than a window.
     """
     dp_size, documents = (
         len(plan.micro_batches),
         sorted(plan.documents, key=attrgetter("arrival", "offset")),
     )
     num_tokens = sum([document.length for document in documents])
-    rows = max(1, round(num_tokens / micro_batch_tokens / dp_size)) * dp_size
-    window = -(-num_tokens // rows)
-    packed, _ = cut_windows(documents, Limits(rows, window, window, num_tokens), plan.step)
+    window = -(-num_tokens // num_micro_batches)
+    limits = Limits(num_micro_batches, window, window, num_tokens)
+    packed, _ = cut_windows(documents, limits, plan.step)
     every = [
         MicroBatchPlan(number, tuple(Span(d, 0, d.length) for d in row), window, 0.0)
         for number, row in enumerate(packed)

@@ -6,15 +6,19 @@ import inspect
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.planning.packing.original import in_windows
@@ -29,30 +33,35 @@ from megatron_wlb.simulator.step import slowest_us
 
 FIRST_STEPS = 2
 """Kernels are compiled and memory is taken in these: they tell nothing of predictions."""
+MOST_STEPS = 1000
+"""Of the last so many a line says how well they were predicted."""
 
 
 class SoFar:
     """What steps took since the process began, over what was predicted, and so of `original`."""
 
     def __init__(self) -> None:
-        self._errors: list[float] = []
+        self._errors: deque[float] = deque(maxlen=MOST_STEPS)
+        self._left_out = FIRST_STEPS
         self._predicted_ms = self._original_ms = 0.0
 
     def add(self, figures: Mapping[str, float]) -> None:
         """Notes a step; ``predicted_original_ms`` is that of the same work in windows."""
-        self._errors.append(figures["step_ms"] / figures["predicted_ms"])
+        if self._left_out:
+            self._left_out -= 1
+        elif figures["predicted_ms"]:
+            self._errors.append(figures["step_ms"] / figures["predicted_ms"])
         if "predicted_original_ms" in figures:
             self._predicted_ms += figures["predicted_ms"]
             self._original_ms += figures["predicted_original_ms"]
 
     def __str__(self) -> str:
         """``(measured 1.08 × so far, ± 0.02; original 1.31 ×)``: the median with half the distance
-        of its quartiles, without the first steps; then all steps together.
+        of its quartiles, of some steps at least and not the first; then all steps together.
         """
-        known = self._errors[FIRST_STEPS:]
         said = []
-        if len(known) > 1:
-            low, middle, high = statistics.quantiles(known, n=4)
+        if len(self._errors) > 3:
+            low, middle, high = statistics.quantiles(self._errors, n=4)
             said.append(f"measured {middle:.3g} × so far, ± {(high - low) / 2:.2g}")
         if self._predicted_ms:
             said.append(f"original {self._original_ms / self._predicted_ms:.3g} ×")
@@ -195,10 +204,10 @@ class Log:
         knows_costs = self._knows_machine or session.config.wlb.wlb_cost != "analytic"
         if knows_costs and session.cost is not None:
             figures["predicted_ms"] = self.predicted_us(plan) / 1e3
-            if plan.packing != "original":
-                windows = in_windows(plan, session.args.micro_batch_size * session.args.seq_length)
-                work = session.flops.of_plan(plan) / session.flops.of_plan(windows)
-                figures["predicted_original_ms"] = work * self.predicted_us(windows) / 1e3
+            if plan.packing != "original" and plan.num_tokens:
+                # Megatron's schedule may refuse so few micro-batches, which slices do not need.
+                with suppress(ConfigError):
+                    figures["predicted_original_ms"] = self.original_us(plan) / 1e3
             self._so_far.add(figures)
         if self._divides(plan):
             num_micro_batches = sum(plan.shardings.values())
@@ -227,6 +236,18 @@ class Log:
         assert self.session.cost is not None, "strategies are predicted as they are chosen"
         stages = StageCosts.shared(self.session.cost, shares)
         return slowest_us(plan, stages, parallelism(self.session.config), self.session.experts)
+
+    def original_us(self, plan: StepPlan) -> float:
+        """Predicts the same of `original`: for as much work, with the documents of the step in as
+        many windows as the batch has.
+
+        Raises :class:`ConfigError` where Megatron's schedule cannot run so many micro-batches.
+        """
+        dp_size = len(plan.micro_batches)
+        row = self.session.args.micro_batch_size * dp_size
+        windows = in_windows(plan, get_current_global_batch_size() // row * dp_size)
+        work = self.session.flops.of_plan(plan) / self.session.flops.of_plan(windows)
+        return work * self.predicted_us(windows)
 
     @cached_property
     def _knows_machine(self) -> bool:

@@ -24,7 +24,7 @@ def texts(wlb) -> Path:
 
 
 def test_build_prints_a_table_of_what_it_wrote(wlb) -> None:
-    said = wlb("corpus build texts --out c --json-key body")
+    said = wlb("corpus build texts --out c --json-key body --workers 1")
     assert all(line.startswith("building: ") for line in said.err.splitlines())
     rows = {cells[1]: cells[2] for cells in said.cells if len(cells) == 4}
     assert rows["documents"] == "4"

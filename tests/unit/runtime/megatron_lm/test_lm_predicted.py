@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ from helpers.strategies import documents
 
 from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.experts import ExpertGroups
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planning.packing.original import in_windows
+from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
 from megatron_wlb.runtime.megatron_lm.log import Log, SoFar
 from megatron_wlb.settings.command_line import parse
 
@@ -22,7 +25,7 @@ FLAGS = (
 
 
 def test_log_says_what_the_same_documents_would_take_in_windows() -> None:
-    """30 and 10 tokens balance two of 20; windows of 20 cut the first, and neither is heavy."""
+    """30, 10 and 20 tokens, and 20, are heavy unlike; windows of 20 cut the first."""
     long, *short = documents([30, 10, 20, 20])
     packed = ((long,), (short[0], short[1]), (short[2],))
     own = [
@@ -30,21 +33,51 @@ def test_log_says_what_the_same_documents_would_take_in_windows() -> None:
         for n, row in enumerate(packed)
     ]
     plan = StepPlan(0, "hold", (tuple(own),), 0, 0)
-    windows = in_windows(plan, 20)
+    windows = in_windows(plan, 4)
     assert [m.lengths for m in windows.micro_batches[0]] == [(20,), (10, 10), (20,), (20,)]
     assert [m.num_targets for m in windows] == [20, 18, 19, 19]  # where documents end no label is
-    assert [m.lengths for m in in_windows(plan, 30).micro_batches[0]] == [
-        (27,),
-        (3, 10, 14),
-        (6, 20, 1),
-    ]
-    two_ranks = in_windows(replace(plan, micro_batches=((own[0],), tuple(own[1:]))), 20)
+    rows = [(27,), (3, 10, 14), (6, 20, 1)]
+    assert [m.lengths for m in in_windows(plan, 3).micro_batches[0]] == rows
+    two_ranks = in_windows(replace(plan, micro_batches=((own[0],), tuple(own[1:]))), 4)
     assert [[m.index for m in own] for own in two_ranks.micro_batches] == [[0, 2], [1, 3]]
 
+
+def test_original_has_as_many_micro_batches_as_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With virtual stages Megatron refuses some numbers: then nothing is predicted."""
+    flags = (
+        "--num-layers 4 --hidden-size 8 --num-attention-heads 1 --seq-length 40 "
+        "--global-batch-size 4 --pipeline-model-parallel-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2"
+    )
+    own = [
+        MicroBatchPlan(n, (Span(d, 0, d.length),), d.length, 0.0)
+        for n, d in enumerate(documents([50, 30, 50, 30, 50]))
+    ]
+    plan = StepPlan(0, "hold", (tuple(own),), 0, 0)
+    session: Any = SimpleNamespace(
+        config=parse(flags.split()), cost=DocumentCost(1.0, 0.0, 2.0, 0.0), experts=None,
+        args=SimpleNamespace(micro_batch_size=1), flops=DocumentFlops(1.0, 0.0),
+    )  # fmt: skip
+    log: Any = SimpleNamespace(session=session)
+    log.predicted_us = partial(Log.predicted_us, log)
+    monkeypatch.setattr(
+        "megatron_wlb.runtime.megatron_lm.log.get_current_global_batch_size", lambda: 4
+    )
+    windows = in_windows(plan, 4)
+    assert len(windows.micro_batches[0]) == 4
+    assert Log.original_us(log, plan) == Log.predicted_us(log, windows) > 0
+    monkeypatch.setattr(
+        "megatron_wlb.runtime.megatron_lm.log.get_current_global_batch_size", lambda: 5
+    )
+    with pytest.raises(ConfigError):
+        Log.original_us(log, plan)
+
+
+def test_line_says_how_predictions_hold_so_far() -> None:
     so_far = SoFar()
-    for measured_ms in (900.0, 500.0, 110.0, 120.0, 115.0):
+    for measured_ms in (900.0, 500.0, 110.0, 120.0, 115.0, 115.0):
         so_far.add({"step_ms": measured_ms, "predicted_ms": 100.0, "predicted_original_ms": 130.0})
-    assert str(so_far) == " (measured 1.15 × so far, ± 0.05; original 1.3 ×)"
+    assert str(so_far) == " (measured 1.15 × so far, ± 0.037; original 1.3 ×)"
     alone = SoFar()
     alone.add({"step_ms": 3.0, "predicted_ms": 2.0})  # of `original`, the first step
     assert str(alone) == ""
