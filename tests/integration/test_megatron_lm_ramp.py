@@ -73,9 +73,12 @@ def test_evaluation_beside_a_schedule_has_batches_of_its_own(corpus: Path, tmp_p
     """Megatron's default of one micro-batch a rank is too few for virtual stages."""
     flags = GROWING | PP2_VPP2 | {"data_path": corpus, "train_samples": 8, "eval_interval": 2}
     flags |= {"step_batch_size_schedule": "0:4", "eval_iters": 2}
+    flags |= {"wlb_hardware": "cpu", "wlb_metrics": "metrics"}
     refused = launch(tmp_path, 2, flags).wait()
     said = "these are steps of evaluation, of 1 windows"
     assert_refused(refused, ConfigError.exit_code, said, "give --eval-global-batch-size")
     ended = finish(launch(tmp_path, 2, flags | {"eval_global_batch_size": 2}))
     assert logged(ended, "global batch size") == ["4", "4"]
     assert len(validations(ended)) >= 1
+    steps = [line for line in read_metrics(tmp_path / "metrics") if "step_ms" in line]
+    assert [line["predicted_original_ms"] > 0 for line in steps] == [True, True]
