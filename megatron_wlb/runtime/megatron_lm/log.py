@@ -31,33 +31,24 @@ from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.settings.config import WlbConfig
 from megatron_wlb.simulator.step import slowest_us
 
-FIRST_STEPS = 2
-"""Kernels are compiled and memory is taken in these: they tell nothing of predictions."""
-MOST_STEPS = 1000
-"""Of the last so many a line says how well they were predicted."""
-
 
 class SoFar:
     """What steps took since the process began, over what was predicted, and so of `original`."""
 
     def __init__(self) -> None:
-        self._errors: deque[float] = deque(maxlen=MOST_STEPS)
-        self._left_out = FIRST_STEPS
+        self._errors: deque[float] = deque(maxlen=1000)
         self._predicted_ms = self._original_ms = 0.0
 
     def add(self, figures: Mapping[str, float]) -> None:
         """Notes a step; ``predicted_original_ms`` is that of the same work in windows."""
-        if self._left_out:
-            self._left_out -= 1
-        elif figures["predicted_ms"]:
-            self._errors.append(figures["step_ms"] / figures["predicted_ms"])
+        self._errors.append(figures["step_ms"] / max(figures["predicted_ms"], 1e-9))
         if "predicted_original_ms" in figures:
             self._predicted_ms += figures["predicted_ms"]
             self._original_ms += figures["predicted_original_ms"]
 
     def __str__(self) -> str:
-        """``(measured 1.08 × so far, ± 0.02; original 1.31 ×)``: the median with half the distance
-        of its quartiles, of some steps at least and not the first; then all steps together.
+        """``(measured 1.08 × so far, ± 0.02; original 1.31 ×)``: the median of the last steps with
+        half the distance of its quartiles, which the first ones move little; then all together.
         """
         said = []
         if len(self._errors) > 3:
@@ -238,8 +229,7 @@ class Log:
         return slowest_us(plan, stages, parallelism(self.session.config), self.session.experts)
 
     def original_us(self, plan: StepPlan) -> float:
-        """Predicts the same of `original`: for as much work, with the documents of the step in as
-        many windows as the batch has.
+        """Predicts the same of `original`: as much work, in as many windows as the batch has.
 
         Raises :class:`ConfigError` where Megatron's schedule cannot run so many micro-batches.
         """

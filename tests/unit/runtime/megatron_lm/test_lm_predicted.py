@@ -75,9 +75,9 @@ def test_original_has_as_many_micro_batches_as_the_batch(monkeypatch: pytest.Mon
 
 def test_line_says_how_predictions_hold_so_far() -> None:
     so_far = SoFar()
-    for measured_ms in (900.0, 500.0, 110.0, 120.0, 115.0, 115.0):
+    for measured_ms in (900.0, 110.0, 120.0, 115.0, 115.0, 115.0, 116.0, 114.0):
         so_far.add({"step_ms": measured_ms, "predicted_ms": 100.0, "predicted_original_ms": 130.0})
-    assert str(so_far) == " (measured 1.15 × so far, ± 0.037; original 1.3 ×)"
+    assert str(so_far) == " (measured 1.15 × so far, ± 0.024; original 1.3 ×)"
     alone = SoFar()
     alone.add({"step_ms": 3.0, "predicted_ms": 2.0})  # of `original`, the first step
     assert str(alone) == ""
