@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_wlb.cost import load_hardware
@@ -233,9 +233,7 @@ class Log:
 
         Raises :class:`ConfigError` where Megatron's schedule cannot run so many micro-batches.
         """
-        dp_size = len(plan.micro_batches)
-        row = self.session.args.micro_batch_size * dp_size
-        windows = in_windows(plan, get_current_global_batch_size() // row * dp_size)
+        windows = in_windows(plan, get_num_microbatches() * len(plan.micro_batches))
         work = self.session.flops.of_plan(plan) / self.session.flops.of_plan(windows)
         return work * self.predicted_us(windows)
 

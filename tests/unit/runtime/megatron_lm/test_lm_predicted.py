@@ -56,19 +56,15 @@ def test_original_has_as_many_micro_batches_as_the_batch(monkeypatch: pytest.Mon
     plan = StepPlan(0, "hold", (tuple(own),), 0, 0)
     session: Any = SimpleNamespace(
         config=parse(flags.split()), cost=DocumentCost(1.0, 0.0, 2.0, 0.0), experts=None,
-        args=SimpleNamespace(micro_batch_size=1), flops=DocumentFlops(1.0, 0.0),
+        flops=DocumentFlops(1.0, 0.0),
     )  # fmt: skip
     log: Any = SimpleNamespace(session=session)
     log.predicted_us = partial(Log.predicted_us, log)
-    monkeypatch.setattr(
-        "megatron_wlb.runtime.megatron_lm.log.get_current_global_batch_size", lambda: 4
-    )
+    monkeypatch.setattr("megatron_wlb.runtime.megatron_lm.log.get_num_microbatches", lambda: 4)
     windows = in_windows(plan, 4)
     assert len(windows.micro_batches[0]) == 4
     assert Log.original_us(log, plan) == Log.predicted_us(log, windows) > 0
-    monkeypatch.setattr(
-        "megatron_wlb.runtime.megatron_lm.log.get_current_global_batch_size", lambda: 5
-    )
+    monkeypatch.setattr("megatron_wlb.runtime.megatron_lm.log.get_num_microbatches", lambda: 5)
     with pytest.raises(ConfigError):
         Log.original_us(log, plan)
 
