@@ -260,7 +260,7 @@ def main() -> int:
     texts = Texts.build(options.out.absolute(), setting_of(options).window)
     kind = f"pp2-{options.minutes:g}min" if options.minutes else f"{options.tokens:g}-tokens"
     if options.small:
-        kind = f"small-{kind}" if options.small == "dense" else f"{options.small}-{kind}"
+        kind = f"{'small' if options.small == 'dense' else options.small}-{kind}"
     jobs = [
         Job(packing, seed, options.out.absolute() / result_of(kind, packing, seed))
         for seed in options.seeds

@@ -6,8 +6,8 @@
     scripts/evidence/plan_models.py --out runs/models --page docs/results/models.md
 
 What ``wlb plan --json`` printed for a row is kept in the folder, so that a run that was stopped
-goes on, and the table is of all rows that are there. N is one window for each 4 devices, and 4 for
-each with documents for fine-tuning: of a lognormal distribution (median 1,500 tokens, sigma 1.1).
+goes on, and the table is of all rows that are there. N is one window for each 4 devices. Documents
+for fine-tuning are lognormal (median 1,500 tokens, sigma 1.1), with a window for each device.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import parser_of
+from _common import parser_of, put
 
-from megatron_wlb.errors import ConfigError, run_program
+from megatron_wlb.errors import run_program
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
 MODELS = {
     "7b": "7B (LLaMA2)", "llama-3-8b": "Llama-3-8B", "llama-3-70b": "Llama-3-70B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3-235b-a22b": "Qwen3-235B-A22B",
-    "qwen3.5-35b-a3b": "Qwen3.5-35B-A3B", "nemotron-3-super": "Nemotron 3 Super",
+    "deepseek-v3": "DeepSeek-V3", "qwen3.5-35b-a3b": "Qwen3.5-35B-A3B",
+    "nemotron-3-super": "Nemotron 3 Super",
 }  # fmt: skip
 WINDOWS = (32768, 65536, 131072, 262144)
-MARKS = "<!-- plans -->\n", "<!-- end of plans -->"
 NUM_DOCUMENTS, MEDIAN, SIGMA, SEED = 60_000, 1500, 1.1, 1
 
 
@@ -71,9 +71,10 @@ class Row:
             if one["speedup_over_best"] > known["speedup_over_best"]:
                 best[one["packing"]] = one
         fastest = max(best.values(), key=lambda one: float(one["speedup_over_best"]))
-        sizes = ("TP", "tp_size"), ("CP", "cp_size"), ("PP", "pp_size"), ("V", "vpp_size"), (
-            "DP", "dp_size"), ("EP", "ep_size")  # fmt: skip
-        layout = " ".join(f"{name}{fastest[size]}" for name, size in sizes if fastest[size] > 1)
+        sizes = {"TP": "tp_size", "CP": "cp_size", "PP": "pp_size", "V": "vpp_size",
+                 "DP": "dp_size", "EP": "ep_size"}  # fmt: skip
+        shown = {name: fastest[size] for name, size in sizes.items() if fastest[size] > 1}
+        layout = " ".join(f"{name}{size}" for name, size in shown.items())
 
         def gain(packing: str) -> str:
             return f"{best[packing]['speedup_over_best']:.2f}" if packing in best else "–"
@@ -129,10 +130,7 @@ def main() -> int:
             path.write_bytes(done.stdout)
     made = table(args.out)
     if args.page is not None:
-        before, mark, rest = args.page.read_text().partition(MARKS[0])
-        if not mark:
-            raise ConfigError(f"{args.page} has no line {MARKS[0].strip()}; put one where it goes")
-        args.page.write_text(f"{before}{MARKS[0]}\n{made}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        put(args.page, "plans", made.rstrip())
     print(made, end="")
     return 0
 

@@ -164,14 +164,8 @@ def test_wandb_gets_the_figures_of_each_step(texts: list[Path], tmp_path: Path) 
     flags = holding(texts) | {"train_iters": 3, "wlb_metrics": "metrics"}
     flags |= {"tensorboard_log_interval": 1, "wlb_hardware": "cpu"}
     finished = finish(launch(tmp_path, 1, flags, fault=stand_in_for_wandb))
-    assert (
-        len(
-            re.findall(
-                r", predicted \S+ \(.*original \S+ ×\) \| .* \| MFU \(of cpu\): ", finished.output
-            )
-        )
-        == 3
-    )
+    line = r", predicted \S+ \(.*original \S+ ×\) \| .* \| MFU \(of cpu\): "
+    assert len(re.findall(line, finished.output)) == 3
     said = re.findall(r"^wandb (.*)$", finished.output, re.MULTILINE)
     shown = {step: values for step, values in map(json.loads, said) if "wlb/imbalance" in values}
     assert list(shown) == [1, 2, 3]

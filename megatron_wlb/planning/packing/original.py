@@ -113,10 +113,8 @@ def in_windows(plan: StepPlan, num_micro_batches: int) -> StepPlan:
     rows of equal length that are dealt out in turn. So a document is cut where two rows meet, and
     nowhere else. All tokens of the step run, so rows may be longer or shorter than a window.
     """
-    dp_size, documents = (
-        len(plan.micro_batches),
-        sorted(plan.documents, key=attrgetter("arrival", "offset")),
-    )
+    documents = sorted(plan.documents, key=attrgetter("arrival", "offset"))
+    dp_size = len(plan.micro_batches)
     num_tokens = sum([document.length for document in documents])
     window = -(-num_tokens // num_micro_batches)
     limits = Limits(num_micro_batches, window, window, num_tokens)

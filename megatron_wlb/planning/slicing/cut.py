@@ -145,9 +145,11 @@ class Slicer:
         Where one is tight, it is also tried with keys and values divided, if they may be.
         """
         more: list[Way] = []
-        exact = self.pipeline.memory is not None and self.pipeline.memory.exact
+        memory = self.pipeline.memory
+        assert memory is not None
         for way in self.ways:
-            if self._peak_bytes(way) <= SURE * limit_bytes and (exact or way not in self._tight):
+            fits = self._peak_bytes(way) <= SURE * limit_bytes
+            if fits and (memory.exact or way not in self._tight):
                 continue
             divided = [way._replace(divided=True)] if may_divide else []
             more += divided

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -195,10 +194,8 @@ class Log:
         knows_costs = self._knows_machine or session.config.wlb.wlb_cost != "analytic"
         if knows_costs and session.cost is not None:
             figures["predicted_ms"] = self.predicted_us(plan) / 1e3
-            if plan.packing != "original" and plan.num_tokens:
-                # Megatron's schedule may refuse so few micro-batches, which slices do not need.
-                with suppress(ConfigError):
-                    figures["predicted_original_ms"] = self.original_us(plan) / 1e3
+            if (original_us := self.original_us(plan)) is not None:
+                figures["predicted_original_ms"] = original_us / 1e3
             self._so_far.add(figures)
         if self._divides(plan):
             num_micro_batches = sum(plan.shardings.values())
@@ -228,14 +225,18 @@ class Log:
         stages = StageCosts.shared(self.session.cost, shares)
         return slowest_us(plan, stages, parallelism(self.session.config), self.session.experts)
 
-    def original_us(self, plan: StepPlan) -> float:
-        """Predicts the same of `original`: as much work, in as many windows as the batch has.
-
-        Raises :class:`ConfigError` where Megatron's schedule cannot run so many micro-batches.
+    def original_us(self, plan: StepPlan) -> float | None:
+        """Predicts the same of `original`: as much work, in as many windows as the batch has. None
+        of `original` itself, and where Megatron's schedule cannot run so many micro-batches.
         """
+        if plan.packing == "original" or not plan.num_tokens:
+            return None
         windows = in_windows(plan, get_num_microbatches() * len(plan.micro_batches))
         work = self.session.flops.of_plan(plan) / self.session.flops.of_plan(windows)
-        return work * self.predicted_us(windows)
+        try:
+            return work * self.predicted_us(windows)
+        except ConfigError:
+            return None
 
     @cached_property
     def _knows_machine(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from _common import put
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -288,9 +288,4 @@ class Study:
                 "the end).",
             ]
         )
-        begin, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
-        content = page.read_text(encoding="utf-8")
-        marked = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
-        if not marked.search(content):
-            raise ConfigError(f"{page} has no place for this study; add {begin} and {end}")
-        write_text(page, marked.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", content))
+        put(page, kind, text)

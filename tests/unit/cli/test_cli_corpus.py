@@ -23,8 +23,17 @@ def texts(wlb) -> Path:
     return folder
 
 
+def test_workers_are_threads_of_the_tokenizers_library(wlb, monkeypatch) -> None:
+    monkeypatch.setenv("RAYON_NUM_THREADS", "7")  # and it is put back
+    wlb("corpus build texts --out c --json-key body --workers 2")
+    assert os.environ["RAYON_NUM_THREADS"] == "2"
+    assert wlb.refusal("corpus build texts --out d --workers 0") == (
+        "--workers is 0; give at least 1"
+    )
+
+
 def test_build_prints_a_table_of_what_it_wrote(wlb) -> None:
-    said = wlb("corpus build texts --out c --json-key body --workers 1")
+    said = wlb("corpus build texts --out c --json-key body")
     assert all(line.startswith("building: ") for line in said.err.splitlines())
     rows = {cells[1]: cells[2] for cells in said.cells if len(cells) == 4}
     assert rows["documents"] == "4"

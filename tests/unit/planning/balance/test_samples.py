@@ -72,7 +72,7 @@ def test_a_pipeline_gets_more_micro_batches_and_slices_are_faster_still() -> Non
 def test_long_samples_lie_together_where_that_is_faster() -> None:
     """Then only one of the pipelines waits for long ones."""
     layout, lengths = wlb.Parallelism(pp_size=2, dp_size=2), [32768, 32768, *[3000] * 64]
-    same = {"max_tokens": 32768, "layout": layout, "cost": "7b"}
+    same = {"max_tokens": 32768, "layout": layout, "cost": "7b", "hardware": "h100-sxm"}
     plan = wlb.plan_batch(lengths, **same)
     spread = wlb.plan_batch(lengths, **same, groups=range(66))
     long = [
@@ -80,8 +80,10 @@ def test_long_samples_lie_together_where_that_is_faster() -> None:
         for one in (plan, spread)
     ]
     assert {*long[0]} == {0, 2} and long[1] == [1, 1]
-    times_us = [wlb.simulate_step(one, layout).step_us for one in (plan, spread)]
-    assert times_us[0] < 0.97 * times_us[1]
+    times_us = [
+        wlb.simulate_step(one, layout, hardware="h100-sxm").step_us for one in (plan, spread)
+    ]
+    assert times_us[0] < 0.96 * times_us[1]
 
 
 def test_a_number_that_is_given_is_kept_and_packed_across_ranks() -> None:

@@ -12,7 +12,6 @@ from helpers.strategies import documents
 
 from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planning.packing.original import in_windows
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
@@ -25,13 +24,11 @@ FLAGS = (
 
 
 def test_log_says_what_the_same_documents_would_take_in_windows() -> None:
-    """30, 10 and 20 tokens, and 20, are heavy unlike; windows of 20 cut the first."""
+    """The first, of 30 tokens, runs last and in slices; windows of 20 cut it elsewhere."""
     long, *short = documents([30, 10, 20, 20])
-    packed = ((long,), (short[0], short[1]), (short[2],))
-    own = [
-        MicroBatchPlan(n, tuple(Span(d, 0, d.length) for d in row), 30, 0.0)
-        for n, row in enumerate(packed)
-    ]
+    whole = [Span(d, 0, d.length) for d in short]
+    packed = ((whole[2],), (Span(long, 0, 15), whole[0]), (Span(long, 15, 30), whole[1]))
+    own = [MicroBatchPlan(n, spans, 35, 0.0) for n, spans in enumerate(packed)]
     plan = StepPlan(0, "hold", (tuple(own),), 0, 0)
     windows = in_windows(plan, 4)
     assert [m.lengths for m in windows.micro_batches[0]] == [(20,), (10, 10), (20,), (20,)]
@@ -53,20 +50,22 @@ def test_original_has_as_many_micro_batches_as_the_batch(monkeypatch: pytest.Mon
         MicroBatchPlan(n, (Span(d, 0, d.length),), d.length, 0.0)
         for n, d in enumerate(documents([50, 30, 50, 30, 50]))
     ]
-    plan = StepPlan(0, "hold", (tuple(own),), 0, 0)
+    plan = StepPlan(0, "hold", (tuple(own[:2]), tuple(own[2:])), 0, 0)
     session: Any = SimpleNamespace(
         config=parse(flags.split()), cost=DocumentCost(1.0, 0.0, 2.0, 0.0), experts=None,
-        flops=DocumentFlops(1.0, 0.0),
+        flops=DocumentFlops(1.0, 0.5),
     )  # fmt: skip
     log: Any = SimpleNamespace(session=session)
     log.predicted_us = partial(Log.predicted_us, log)
     monkeypatch.setattr("megatron_wlb.runtime.megatron_lm.log.get_num_microbatches", lambda: 4)
-    windows = in_windows(plan, 4)
-    assert len(windows.micro_batches[0]) == 4
-    assert Log.original_us(log, plan) == Log.predicted_us(log, windows) > 0
+    windows = in_windows(plan, 8)
+    assert [len(own) for own in windows.micro_batches] == [4, 4]
+    found = Log.original_us(log, plan)
+    # 27 tokens in each row but the last. The whole documents are 4,860 FLOPs, these pieces 2,704.
+    assert found == pytest.approx(4860 / 2704 * Log.predicted_us(log, windows))
+    assert Log.original_us(log, replace(plan, packing="original")) is None
     monkeypatch.setattr("megatron_wlb.runtime.megatron_lm.log.get_num_microbatches", lambda: 5)
-    with pytest.raises(ConfigError):
-        Log.original_us(log, plan)
+    assert Log.original_us(log, plan) is None
 
 
 def test_line_says_how_predictions_hold_so_far() -> None:
