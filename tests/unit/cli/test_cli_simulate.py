@@ -13,6 +13,7 @@ from helpers.index import write_index
 
 from megatron_wlb.cost.attention_latency import AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
+from megatron_wlb.settings.config import DEFAULT_MACHINE
 
 SIZES = {
     "hidden_size": 256, "ffn_hidden_size": 640, "num_layers": 8, "num_attention_heads": 8,
@@ -288,3 +289,15 @@ def test_recipe_says_how_experts_are_divided(rows) -> None:
     )
     said, given = ({**row, "ms_per_step": 0} for row in (said, given))
     assert said == given and said["expert_wait_share"] > 0 == other["expert_wait_share"]
+
+
+def test_default_machine_goes_on_beyond_its_tables(wlb) -> None:
+    """They end at 163,840 tokens; another table is refused there unless it is allowed."""
+    words = "simulate --distribution reference --model 7b --window 262144 --tp-size 8 --cp-size 8"
+    words += " --num-micro-batches 2 --steps 1 --packing original"
+    assert wlb.json(words)["frame"]["hardware"] == DEFAULT_MACHINE
+    measured = read_hardware(DEFAULT_MACHINE)[1]
+    tables = [table | {"extrapolate": False} for table in measured["attention"]]
+    Path("short.yaml").write_text(yaml.safe_dump({**measured, "attention": tables}))
+    told = wlb.refusal(words, "--hardware short.yaml")
+    assert "ends at 163840 tokens" in told and "--wlb-cost-extrapolate" in told
