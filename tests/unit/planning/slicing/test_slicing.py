@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -329,6 +330,25 @@ def test_number_of_units_follows_the_memory_limit() -> None:
     # Where none fits, what needs least is taken, and tells how much that is.
     _, tight = limited(10.0, "slim", recompute="off")
     assert 10 * GIB < tight.slicing.peak_bytes <= bytes_of[64]
+
+
+@pytest.mark.parametrize(("limit_gib", "tight"), [(30.0, True), (1000.0, False)])
+def test_a_search_that_is_rough_tries_the_same_ways(limit_gib: float, tight: bool) -> None:
+    """Peaks with all layers recomputed are lower, and must not hide that memory is tight."""
+    run = replace(
+        limited(limit_gib)[0],
+        execution=Execution(Parallelism(tp_size=4, cp_size=2, pp_size=4, sequence_parallel=True)),
+    )
+    setting = PackingSettings.parse("slim", REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
+    found = []
+    for exact in (True, False):
+        workload = run.workload(REFERENCE, seed=1)
+        assert workload.memory is not None
+        workload = replace(workload, memory=workload.memory._replace(exact=exact))
+        found.append(workload.planner(setting, 30, costs=run.costs).slicing)
+    assert found[0].ways == found[1].ways
+    assert any(way.divided for way in found[0].ways) == tight
+    assert (found[1].peak_bytes < found[0].peak_bytes) == tight
 
 
 def test_a_resumed_run_keeps_to_a_lower_memory_limit() -> None:
