@@ -15,7 +15,8 @@ from _quickstart.recording import chained
 
 from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.schedule.order import Action, columns_of, sliced
-from megatron_wlb.cost.slices import Unit, UnitTable
+from megatron_wlb.cost.slices import Slice, SliceTape, Unit, UnitTable
+from megatron_wlb.cost.tape import Operation, Tape
 
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
 KEYS, GRADIENTS = 2 * 2 * 32, 2 * 4 * 32
@@ -153,3 +154,11 @@ def test_bytes_of_many_units_are_those_of_each(recompute: Recompute) -> None:
         for at in range(0, len(units), 37):
             alone = memory.unit_bytes(tape, kind, UnitTable.of(units[at : at + 1]))
             assert (every[at] == alone[0]).all()
+
+
+def test_a_slice_keeps_the_state_it_leaves_and_the_one_a_kernel_took() -> None:
+    """Two layers with states of 3 and 5 bytes; the second runs again and so keeps none taken."""
+    again = Operation("again", state=5, inner=(Operation("inside"),))
+    tape = SliceTape(Tape((Operation("scan", state=3), again)))
+    slices = UnitTable.of([Unit(10, Slice(0, n, n + 10, 30)) for n in (0, 10, 20)])
+    assert tape.action_bytes("F", slices)[:, 2].tolist() == [8, 8 + 3, 3]
