@@ -15,7 +15,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatron_wlb.runtime.device_clock import Clock
-from megatron_wlb.runtime.measuring.scan_rates import scan_tflops
 
 NUM_REPEATS = 8
 SMALL, NUM_LINKS = 256, 64
@@ -79,6 +78,8 @@ def measure_rates(device: str | None = None) -> Rates:
     copy_s = best_s(lambda: result.copy_(numbers))
     elementwise_s = best_s(lambda: silu(numbers, inplace=True))
     kernel_us, launch_us = _kernel_us() if cuda else (None, None)
+    from megatron_wlb.runtime.measuring.scan_rates import scan_tflops  # Megatron, on that device
+
     moved = 2 * numbers.numel() * numbers.element_size()
     return Rates(
         torch.cuda.get_device_name() if cuda else "cpu",

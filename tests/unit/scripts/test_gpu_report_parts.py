@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -111,3 +112,17 @@ def test_unknown_parts_are_refused_by_name(module: Any) -> None:
     # A machine that is lent for commands of ten minutes runs each part, and all in an hour.
     assert max(one.limit_s for one in parts.PARTS.values()) < 600
     assert sum(one.limit_s for one in parts.PARTS.values()) <= 55 * 60
+
+
+def test_parts_load_no_megatron_before_they_choose_a_device() -> None:
+    """The CPU's emulation must be there before Megatron is."""
+    script = "import sys, _gpu_report.child; sys.exit('megatron.core' in sys.modules)"
+    paths = ("", "evidence", "../tests/gpu", "../tests", "..")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": ":".join(str(SCRIPTS / path) for path in paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
