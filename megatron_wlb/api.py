@@ -38,6 +38,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
+from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.models import load_model, model_names
 from megatron_wlb.planning.packing import PackingSettings
@@ -138,6 +139,7 @@ def plan_batch(
     groups: npt.ArrayLike | None = None,
     weights: Sequence[npt.ArrayLike] | None = None,
     memory_gib: float | None = None,
+    shared: Sequence[tuple[int, int] | None] | Sequence[npt.ArrayLike] | None = None,
 ) -> StepPlan:
     """Plans one step of given samples, of which none waits: for fine-tuning and RL.
 
@@ -165,11 +167,17 @@ def plan_batch(
         memory_gib: 2³⁰ bytes of a device that no step may exceed, as predicted for ``cost``, which
             must be a model's name. Of slices some micro-batches are recomputed for it
             (:attr:`MicroBatchPlan.recomputed`).
+        shared: samples that begin alike share what they have in common inside a micro-batch
+            (:attr:`MicroBatchPlan.parents`), where that is faster. Of each an earlier sample and
+            how many leading tokens both have, ``(0, 512)``, or None; or the token ids of all,
+            ``[length]``, to find what is equal. A named model's layers that predict further ahead
+            are minded. None: nothing is shared.
 
     Raises:
         WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
             groups of slices, weights of other lengths or below 0, a step that does not fit, unequal
-            numbers where replicas exchange tokens.
+            numbers where replicas exchange tokens, prefixes that are none, or shared by slices or
+            groups.
     """
     _check(layout=layout)
     layout.check_experts()
@@ -192,8 +200,10 @@ def plan_batch(
             raise ConfigError(
                 f"memory_gib is {memory_gib:g}, and cost names no model; give a name, such as 7b"
             )
+    ahead = 0
     if isinstance(cost, str):
         run = _run(cost, layout, hardware, max_tokens)
+        ahead = run.shape.num_ahead
         if memory_gib is not None:
             memory = replace(run, memory_gib=memory_gib).memory_limit
         cost, costs = run.cost, run.costs
@@ -206,6 +216,7 @@ def plan_batch(
         sizes, max_tokens, cost, costs, layout,
         slices=slices, number=number, equal=equal_numbers, groups=groups,
         targets=targets, memory=memory, alike=layout.expert_replicas,
+        shared=None if shared is None else SharedPrefixes.of(shared, sizes), ahead=ahead,
     )  # fmt: skip
 
 

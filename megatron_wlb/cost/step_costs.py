@@ -169,6 +169,7 @@ class StageCosts:
         micro_batches: Sequence[Sequence[int]],
         attention_scale: npt.ArrayLike | None = None,
         units: UnitTable | None = None,
+        branches: Sequence[Sequence[tuple[int, int]]] = (),
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
 
@@ -185,6 +186,8 @@ class StageCosts:
                 and the data-parallel ranks that run it together: each has an even share of its
                 tokens and pairs, and all of its keys and values, unless they divide these. Without
                 them micro-batches are of whole documents, and run alone and once.
+            branches: ``[N]`` lists of segments that attend to rows of others: how many these are,
+                and the segment's own length. None if not given.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
@@ -198,7 +201,12 @@ class StageCosts:
         if self.prefixes is not None:
             for at in np.flatnonzero(rows).tolist():
                 idle[at] = self.prefixes.idle(micro_batches[at][0] / merged[at])
-        keys = rows.astype(np.int64).tolist()
+        keys: list[Sequence[tuple[int, int]]] = [
+            [(start, lengths[0])] if start else []
+            for start, lengths in zip(rows.astype(np.int64).tolist(), micro_batches, strict=True)
+        ]
+        if branches:
+            keys = [[*own, *more] for own, more in zip(keys, branches, strict=True)]
         given = micro_batches, scale, keys, np.stack([idle, np.ones(num)]) / merged
         squares = _pairs(*given, lambda length: length * length)
         saved: dict[int | None, Floats] = {None: 0 * squares}  # by reach
@@ -257,21 +265,19 @@ class StageCosts:
 def _pairs(
     micro_batches: Sequence[Sequence[int]],
     scale: Floats,
-    keys: Sequence[int],
+    keys: Sequence[Sequence[tuple[int, int]]],
     keys_scale: Floats,
     of: Callable[[int], int],
 ) -> Floats:
     """Sums ``of(length)`` over the documents of each micro-batch, for both passes: ``[2, N]``.
 
-    ``keys`` are those that slices before the first segment have left; ``keys_scale`` ``[2, N]`` is
-    the scale of their part, and in backward a rank's share of the micro-batch.
+    ``keys`` are those before a segment, and its length, of each that has any: of slices that ran
+    before, or shared. ``keys_scale`` ``[2, N]`` is the scale of their part, and in backward a
+    rank's share of the micro-batch.
     """
     pairs = [sum([of(length) for length in lengths]) for lengths in micro_batches]
     # What the document has up to here and had before, of which the length's own is counted.
-    before = [
-        of(num + lengths[0]) - of(num) - of(lengths[0]) if num else 0
-        for num, lengths in zip(keys, micro_batches, strict=True)
-    ]
+    before = [sum([of(num + n) - of(num) - of(n) for num, n in own]) for own in keys]
     result: Floats = np.array(pairs, dtype=np.float64) * scale
     return result + np.array(before, dtype=np.float64) * keys_scale
 
@@ -280,7 +286,7 @@ def _times(
     cost: StageCost,
     micro_batches: Sequence[Sequence[int]],
     scale: Floats,
-    keys: Sequence[int],
+    keys: Sequence[Sequence[tuple[int, int]]],
     keys_scale: Floats,
 ) -> Floats:
     """As :meth:`StageCosts.times_us` of one stage: ``[2, N]``."""
@@ -290,8 +296,8 @@ def _times(
         forward_us = work.forward_attention_us * float(scale[0, at])
         backward_us = work.backward_attention_us * float(scale[1, at])
         forward_scale, share = keys_scale[:, at].tolist()
-        if keys[at]:  # what it takes more than as a document of its own
-            whole, *parts = (cost.work([n]) for n in (keys[at] + lengths[0], keys[at], lengths[0]))
+        for num, own in keys[at]:  # what it takes more than as a document of its own
+            whole, *parts = (cost.work([n]) for n in (num + own, num, own))
             forward_us += forward_scale * (
                 whole.forward_attention_us - sum(part.forward_attention_us for part in parts)
             )

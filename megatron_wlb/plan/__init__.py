@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from megatron_wlb.cost.slices import NOTHING, Recomputed
@@ -69,7 +70,8 @@ class Document(NamedTuple):
 
     def weight(self, start: int, stop: int, depth: int = 0) -> float:
         """What the labels of tokens ``[start, stop)`` count together: of each the token after it,
-        or ``depth`` tokens further on.
+        or ``depth`` tokens further on. Tokens of the stored document before these have numbers
+        below 0.
         """
         stop = max(start, min(stop, self.num_labels - depth))
         if self.targets is None:
@@ -126,10 +128,6 @@ class Span(NamedTuple):
     def is_slice(self) -> bool:
         return self.start > 0 or self.stop < self.document.length
 
-    def targets_ahead(self, depth: int) -> float:
-        """What labels ``depth`` tokens further on than those of :attr:`num_targets` count."""
-        return self.document.weight(self.start, self.stop, depth)
-
     @property
     def length(self) -> int:
         return self.stop - self.start
@@ -144,7 +142,8 @@ class Span(NamedTuple):
 class MicroBatchPlan:
     """One micro-batch: its spans one after another, then padding at the tail only.
 
-    At most the first span is a slice; whole documents follow it.
+    At most the first span is a slice; whole documents follow it. Documents that begin alike may
+    share what they have in common: see :attr:`parents`.
     """
 
     index: int
@@ -164,6 +163,10 @@ class MicroBatchPlan:
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of its slice's document, and
     gather them for each slice; else each has all of them."""
+    parents: tuple[int, ...] = ()
+    """``[spans]``: the earlier span that each document branches off, or -1. A *branch* runs only
+    the tokens from its document's ``offset`` on. Those before are the rows of its parent, and of
+    the parent's own parents, with whose stored documents it begins alike. Empty: there are none."""
 
     @cached_property
     def length(self) -> int:
@@ -178,9 +181,56 @@ class MicroBatchPlan:
         return (*lengths, padding) if padding else tuple(lengths)
 
     @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """``[spans]``: tokens that each document has in rows of others; 0 if it is no branch."""
+        parents = self.parents or (-1,) * len(self.spans)
+        return tuple(
+            span.document.offset if parent >= 0 else 0
+            for span, parent in zip(self.spans, parents, strict=True)
+        )
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """``[spans]``: how many tokens each one's document has before it, on its whole path."""
+        return tuple(s.start + shared for s, shared in zip(self.spans, self.shared, strict=True))
+
+    @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """Keys of earlier slices before each attention segment; 0 if it is no slice."""
-        return tuple(s.start for s in self.spans) + (0,) * (len(self.lengths) - len(self.spans))
+        """Keys before each attention segment's own: of slices before it, or that it shares."""
+        return self.places + (0,) * (len(self.lengths) - len(self.spans))
+
+    @property
+    def branches(self) -> list[tuple[int, int]]:
+        """Tokens that each branch shares, and its own."""
+        pairs = zip(self.shared, self.spans, strict=True)
+        return [(shared, span.length) for shared, span in pairs if shared]
+
+    @cached_property
+    def above(self) -> tuple[tuple[slice, ...], ...]:
+        """``[spans]``: the rows of this micro-batch that each one shares, as runs from its path's
+        first token on.
+
+        Raises :class:`PlanError` for a branch without a parent that has its last shared token.
+        """
+        starts = [0, *accumulate(span.length for span in self.spans)]
+        paths: list[tuple[slice, ...]] = []
+        for number, shared in enumerate(self.shared):
+            if not shared:
+                paths.append(())
+                continue
+            parent = self.parents[number]
+            own = shared - self.places[parent] if parent < number else 0
+            if not 0 < own <= self.spans[parent].length:
+                raise PlanError(
+                    f"micro-batch {self.index}: document {self.spans[number].document.number} "
+                    f"branches off at token {shared}, which its parent, span {parent}, does not "
+                    "run; name the span that runs the token before"
+                )
+            *before, last = *paths[parent], slice(starts[parent], starts[parent] + own)
+            if before and before[-1].stop == last.start:
+                last = slice(before.pop().start, last.stop)
+            paths.append((*before, last))
+        return tuple(paths)
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -196,8 +246,17 @@ class MicroBatchPlan:
 
     @cached_property
     def num_targets(self) -> float:
-        """Tokens that count in the loss, each as much as it counts."""
-        return sum(span.num_targets for span in self.spans)
+        """Tokens that count in the loss, each as much as it counts; those that several documents
+        share once for each.
+        """
+        return self.targets_ahead(0)
+
+    def targets_ahead(self, depth: int) -> float:
+        """What labels ``depth`` tokens further on than those of :attr:`num_targets` count."""
+        return sum(
+            span.document.weight(span.start - shared, span.stop, depth)
+            for span, shared in zip(self.spans, self.shared, strict=True)
+        )
 
 
 class Units(NamedTuple):
@@ -213,6 +272,8 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`MicroBatchPlan.recomputed`; nothing is if not given."""
     divided: bool = False
     """:attr:`MicroBatchPlan.divided` of all slices."""
+    parents: Sequence[tuple[int, ...]] = ()
+    """``[micro-batches]``: see :attr:`MicroBatchPlan.parents`; none branches if not given."""
     window_bytes: float = 0.0
     """See :attr:`StepPlan.window_bytes`; 0: none of them may wait in the host's memory."""
 
@@ -298,7 +359,7 @@ class StepPlan:
 
     def targets_ahead(self, depth: int) -> float:
         """What labels ``depth`` tokens further on count."""
-        return sum(span.targets_ahead(depth) for m in self for span in m.spans)
+        return sum(m.targets_ahead(depth) for m in self)
 
     @cached_property
     def imbalance(self) -> float:
@@ -336,7 +397,8 @@ class StepPlan:
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
                 again = ("", " recomputed MLPs", " recomputed", " hosted")[m.recomputed]
-                said = again + " divided" * m.divided
+                branches = f" {m.parents}" if any(m.shared) else ""
+                said = again + " divided" * m.divided + branches
                 sha.update(f"{m.sharding}{m.replicas or ''}{said}".encode())
                 for s in m.spans:
                     d = s.document

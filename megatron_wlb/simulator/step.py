@@ -116,7 +116,12 @@ class Simulator:
         copies: list[Copies | None] = [None] * len(lengths)
         if sliced is None:
             graphs = [self.graph(counts[0])] * len(lengths)
-            times = list(map(stages.times_us, lengths, scale))
+            times = [
+                stages.times_us(rank, own, branches=branches)
+                for rank, own, branches in zip(
+                    lengths, scale, _branches(micro_batches), strict=True
+                )
+            ]
             padded = [[sum(segments) for segments in rank] for rank in lengths]
         else:
             graphs, units = self._sliced(sliced)
@@ -231,7 +236,7 @@ def slowest_us(
     units = [list(map(unit, rank)) for rank in plan.micro_batches]
     for rank, own in zip(plan.micro_batches, units, strict=True):
         lengths = [[span.length for span in m.spans] for m in rank]
-        times.append(stages.times_us(lengths, None, UnitTable.of(own)))
+        times.append(stages.times_us(lengths, None, UnitTable.of(own), [m.branches for m in rank]))
         gaps.append(np.zeros(len(rank)))
     if (link := stages.host) is not None and plan.chains:
         pairs = zip(graphs, units, strict=True)
@@ -251,6 +256,13 @@ def unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
     alone = unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
     return alone._replace(ranks=m.replicas, recomputed=m.recomputed, divided=m.divided)
+
+
+def _branches(micro_batches: StepPlan | Lengths) -> list[list[list[tuple[int, int]]]]:
+    """Each rank's :attr:`MicroBatchPlan.branches`; of lengths alone there are none."""
+    if not isinstance(micro_batches, StepPlan):
+        return [[] for _ in micro_batches]
+    return [[m.branches for m in rank] for rank in micro_batches.micro_batches]
 
 
 def _held(

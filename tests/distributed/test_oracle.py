@@ -26,8 +26,10 @@ from helpers.layouts import (
     NO_P2P_OVERLAP,
     OVERLAP,
     OWN_LOSS,
+    OWN_TREES,
     SELECTIVE,
     SHARDED,
+    TREES,
     VERIFY_SHAPES,
     WORKLOAD,
     Differences,
@@ -47,6 +49,7 @@ from helpers.plans import (
     mlps_recomputed,
     recomputed_for,
     scatter_for,
+    shared_for,
     sliced_for,
     varying_for,
 )
@@ -86,6 +89,7 @@ BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-l
 ONE_AHEAD = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
 TWO_AHEAD = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
 ETP1, ETP2 = (f"--expert-tensor-parallel-size {size}" for size in (1, 2))
+UNLIMITED = "--moe-aux-loss-coeff 0 0 --moe-z-loss-coeff 0"  # Losses of tokens are not of samples.
 MERGES = "--wlb-packing slim"  # whose settings of attention over ranks count without CP, too
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 ACCOUNTS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
@@ -93,8 +97,10 @@ STAGES = "--pipeline-model-parallel-layout"
 FEW = "--num-layers 2"
 FOUR_HEADS = "--linear-num-key-heads 4"
 MASKED, BY_SAMPLE = WORKLOAD.masked(seed=3), WORKLOAD.masked(seed=4, by_sample=True)
+MASKED_TREES = TREES.masked(seed=8)
 WORKLOADS = {
     "masked": MASKED, "by-sample": BY_SAMPLE, "own-loss": OWN_LOSS, "latents": LATENT_WORKLOAD,
+    "trees": TREES, "own-loss-trees": OWN_TREES, "masked-trees": MASKED_TREES,
 }  # fmt: skip
 hosted_for, all_hosted_for = Changed(sliced_for, (half_hosted,)), Changed(sliced_for, (all_hosted,))
 
@@ -289,6 +295,24 @@ CASES = [
         Layout("llama", 4, pp=2, vpp=2, cp=2, sharding="per-document"),
         Layout("moe-seq", 3, pp=2, tp="2sp"),
     ], workload=OWN_LOSS),
+    # Samples that share prefixes.
+    *each([
+        Layout("llama", 3),
+        Layout("llama", 4, pp=2, extra=FULL),
+        Layout("gpt2", 4, pp=4),
+        Layout("mixed", 4, pp=2, vpp=2, extra=SELECTIVE),
+        Layout("llama", 2, tp="2sp", dp=2, extra=f"{SHARDED} {OVERLAP}"),
+        Layout("llama", 3, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+        Layout("gpt2", 2, cp=2, tp="2sp", sharding="hybrid", extra=KEEP),
+        Layout("sliding-list", 3),
+        Layout("sliding-skip", 3, cp=2),
+        Layout("moe-aux", 3, dp=2, ep=2, extra=UNLIMITED),
+        Layout("latent-yarn", 3, extra=FEW),
+        Layout("latent", 3, cp=2, extra=FEW),
+    ], shared_for, workload=TREES),
+    *(Case(layout, shared_for, workload=workload)
+      for layout in (Layout("mixed", 3, pp=2, extra=TWO_AHEAD), Layout("llama", 3, cp=2))
+      for workload in (MASKED_TREES, OWN_TREES)),
 ]  # fmt: skip
 FURTHER = [
     *each([

@@ -363,3 +363,80 @@ def scan_over_documents(_runner: Any) -> Any:
     right = states.ScannedDocuments.of
     wrong = staticmethod(lambda lengths, *rest: right([sum(lengths)], *rest))
     return mock.patch.object(states.ScannedDocuments, "of", wrong)
+
+
+def with_shared(runner: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Gives attention what ``change`` makes of ``(shared rows, plan)`` of each micro-batch."""
+
+    def changed(batch):
+        params = batch.packed_seq_params
+        if params.shared is None:
+            return batch
+        params = dataclasses.replace(params, shared=change(params.shared, batch.plan))
+        return dataclasses.replace(batch, packed_seq_params=params)
+
+    return broken_batches(runner, changed)
+
+
+def see_nothing_that_is_shared(runner: Any) -> Any:
+    return with_shared(runner, lambda shared, _: dataclasses.replace(shared, above=()))
+
+
+def let_siblings_see_each_other(runner: Any) -> Any:
+    """The last two segments of each micro-batch run as one."""
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
+
+    def merged(shared, plan):
+        *first, one, other = shared.own.lengths_q
+        return dataclasses.replace(shared, own=Segments.of([*first, one + other]))
+
+    return with_shared(runner, merged)
+
+
+def rotate_by_rows(runner: Any) -> Any:
+    """Positions are places in the micro-batch."""
+    return with_positions(
+        runner, lambda positions, lengths: positions.new_tensor(range(sum(lengths)))
+    )
+
+
+def leave_out_a_childs_gradients(_runner: Any) -> Any:
+    """One call gives the keys and values above it no gradients."""
+    from megatron_wlb.runtime.gpt.attention import shared_rows
+
+    right = shared_rows._JoinedRows.backward
+
+    def lacking(ctx, grad):
+        shared, *rest = ctx.rest
+        ctx.rest = dataclasses.replace(shared, above=shared.above[1:]), *rest
+        return right(ctx, grad)
+
+    return mock.patch.object(shared_rows._JoinedRows, "backward", staticmethod(lacking))
+
+
+def count_shared_labels_once(_runner: Any) -> Any:
+    from megatron_wlb.runtime.stepping import batch
+
+    right = batch.uses_of
+
+    def own(plan, rows):
+        return {use.owner: use for use in right(plan, rows)}.values()
+
+    return mock.patch.object(batch, "uses_of", own)
+
+
+def take_a_siblings_label(runner: Any) -> Any:
+    """A branch's first row, the last that is shared, has its parent's label."""
+
+    def changed(batch):
+        if batch.labels is None:
+            return batch
+        plan, labels = batch.plan, batch.labels.clone()
+        rows = [sum(plan.lengths[:at]) for at in range(len(plan.spans))]
+        for row, parent, place in zip(rows, plan.parents, plan.places, strict=True):
+            at = place - plan.places[parent]
+            if parent >= 0 and at < plan.spans[parent].length:
+                labels[0, row] = labels[0, rows[parent] + at]
+        return dataclasses.replace(batch, labels=labels)
+
+    return broken_batches(runner, changed)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from helpers.oracle import OracleRun
-from helpers.workload import make_workload
+from helpers.workload import make_trees, make_workload
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
@@ -44,6 +44,8 @@ def clipped(log_probs: Any, samples: Any, positions: Any) -> Any:
 
 
 OWN_LOSS = dataclasses.replace(WORKLOAD.masked(seed=5), loss=clipped)
+TREES = make_trees(vocab_size=59)
+OWN_TREES = dataclasses.replace(TREES.masked(seed=6), loss=clipped)
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 64 --make-vocab-size-divisible-by 32 "
     # Adam's first steps are lr · sign(g) for entries far above ε: a larger ε keeps entries that

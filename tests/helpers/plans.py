@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+
 from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, length_multiple
+from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.settings.config import Config
 
 PlanFor: TypeAlias = Callable[[Config, Workload, int, int], StepPlan]
@@ -182,3 +185,46 @@ def all_hosted(plan: StepPlan) -> StepPlan:
 
 recomputed_for = Changed(sliced_for, (half_recomputed,))
 divided_for = Changed(sliced_for, (divided,))
+
+
+def shared_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """Samples thrown into micro-batches, where those that begin alike share what they can.
+
+    Two of three go where the one before them in the order of the tree has gone.
+    """
+    from megatron_wlb.planning import guards
+
+    p, dp_size = config.parallel, guards.data_parallel_size(config, world_size)
+    multiple = length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
+    documents = workload.steps[step]
+    samples = [workload.corpus.stored[document.number] for document in documents]
+    prefixes = SharedPrefixes.found(samples, least=1)
+    random = np.random.RandomState(3000 + step)
+    number = dp_size * guards.check_micro_batches(config, world_size)
+    bins: list[list[int]] = [[] for _ in range(number)]
+    at = 0
+    for sample in prefixes.order:
+        at = at if random.randint(3) else random.randint(number)
+        bins[at].append(sample)
+    made = []
+    for index, own in enumerate(bins):
+        spans, parents = (
+            prefixes.spans(own, [len(s) for s in samples], config.model.mtp_num_layers or 0)
+            if own
+            else ([], ())
+        )
+        placed = []
+        for span in spans:
+            document = documents[span.document.number]
+            shared = span.document.offset
+            branch = document._replace(offset=shared, length=document.length - shared)
+            placed.append(Span(branch, 0, branch.length))
+        length = sum(span.length for span in placed)
+        padded = -(-max(length, 1) // multiple) * multiple + multiple * int(random.randint(3))
+        sharding = SHARDINGS[config.wlb.wlb_cp_sharding]
+        made.append(MicroBatchPlan(index, tuple(placed), padded, 1.0, sharding, parents=parents))
+    each = number // dp_size
+    ranks = tuple(tuple(made[at : at + each]) for at in range(0, number, each))
+    return StepPlan(step, "samples", ranks, 0, 0)

@@ -237,3 +237,50 @@ def run_alike(plan: StepPlan, alike: int, multiple: int = 1) -> StepPlan:
         )
         chains += [tuple(common)] * alike
     return replace(plan, micro_batches=tuple(ranks), chains=tuple(chains))
+
+
+def make_trees(vocab_size: int, seed: int = 7) -> Workload:
+    """Samples that begin alike, in two steps: a tree of three levels, a group of answers to one
+    prompt, single tokens one behind another, one that begins another, equal ones, and short ones.
+    """
+    random = np.random.RandomState(seed)
+
+    def ids(length: int) -> Tokens:
+        return random.randint(0, vocab_size, length)
+
+    def below(path: Tokens, *branches: Any) -> list[Tokens]:
+        """Samples of a tree: a branch is a leaf's length, or a length with branches below."""
+        paths: list[Tokens] = []
+        for branch in branches:
+            length, *more = branch if isinstance(branch, tuple) else (branch,)
+            own = np.concatenate([path, ids(length)])
+            paths += below(own, *more) if more else [own]
+        return paths
+
+    none = ids(0)
+    steps = [
+        [
+            *below(none, (9, (7, 5, 1), (11, 8, 3, 1), 2)),
+            *below(none, (20, 3, 12, 7, 30, 1, 9)),
+            *below(none, (6, (1, (1, (1, 1, 4)), 2), 1)),
+            *below(none, 1, 2, 37),
+        ],
+        [
+            *below(none, (25, (4, 6, 20), 9)),
+            *below(none, (2, 3, 1), (1, 1, 5), 1, 18),
+            *below(none, (14, 5, 5, 22)),
+        ],
+    ]
+    for samples in steps:
+        samples += [samples[0].copy(), samples[3][:-2]]
+        random.shuffle(samples)
+    numbers = count()
+    documents = tuple(
+        tuple(
+            Document(0, number, 0, len(sample), True, 0, number, at)
+            for sample, number in zip(samples, numbers, strict=False)
+        )
+        for at, samples in enumerate(steps)
+    )
+    stored = tuple(sample for samples in steps for sample in samples)
+    return Workload(MemoryCorpus(stored), documents, vocab_size)

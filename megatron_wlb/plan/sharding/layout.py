@@ -110,10 +110,12 @@ def rank_layout(
     cp_rank: int,
     sharding: Sharding,
     reach_tokens: int | None = None,
+    above: Sequence[Sequence[slice]] = (),
 ) -> RankLayout:
-    """Makes the layout of one rank: all arrays, no loop over documents.
+    """Makes the layout of one rank: all arrays, no loop over documents but of those that branch.
 
-    With ``reach_tokens`` it is that of attention with such a sliding window. Raises
+    With ``reach_tokens`` it is that of attention with such a sliding window. ``above`` are the runs
+    of the micro-batch's tokens that each segment attends to besides its own. Raises
     :class:`PlanError` as :func:`shard_arrays` does.
     """
     arrays = shard_arrays(lengths, cp_size, sharding)
@@ -133,6 +135,9 @@ def rank_layout(
         key_rows=row_of_token[_runs(first_token[segment], stop)],
         token_rows=row_of_token,
     )
+    if any(above):
+        layout = _with_above(layout, segment, first_token, above)
+        return layout if reach_tokens is None else layout.within(reach_tokens)
     if reach_tokens is None:
         return layout
     seen = np.zeros((cp_size, num_local), dtype=bool)  # by rank and local number
@@ -145,6 +150,26 @@ def rank_layout(
         mask[rank] = False
         seen |= mask
     return _with_sent(layout.within(reach_tokens), seen, cp_rank)
+
+
+def _with_above(
+    layout: RankLayout,
+    segments: IntArray,
+    first_token: IntArray,
+    above: Sequence[Sequence[slice]],
+) -> RankLayout:
+    """``layout`` with the tokens ``above`` before the keys of each chunk, whose segments are
+    given.
+    """
+    starts, lengths, before = [], [], []
+    for segment, own in zip(segments.tolist(), layout.lengths_k.tolist(), strict=True):
+        runs = above[segment] if segment < len(above) else ()
+        before.append(sum(run.stop - run.start for run in runs))
+        starts += [*(run.start for run in runs), first_token[segment]]
+        lengths += [*(run.stop - run.start for run in runs), own]
+    tokens = _runs(np.array(starts), np.array(lengths))
+    lengths_k = layout.lengths_k + np.array(before)
+    return replace(layout, lengths_k=lengths_k, key_rows=layout.token_rows[tokens])
 
 
 def _with_sent(layout: RankLayout, seen: BoolArray, cp_rank: int) -> RankLayout:

@@ -14,9 +14,9 @@ Legend: ``B`` documents, in descending order of length; ``V`` micro-batches of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ from megatron_wlb.planning.balance.dispatch import WORTH, Numbers, StepDocuments
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
 from megatron_wlb.planning.greedy import small_at_ends
 from megatron_wlb.planning.packing.placement import place
+
+T = TypeVar("T")
 
 MOST_TRIES = 3
 """Numbers of micro-batches that are simulated of a replica."""
@@ -132,10 +134,14 @@ def bins_of(step: StepDocuments, costs: ReplicaCosts, documents: list[int], numb
     for document, at in zip(documents, found.index_of.tolist(), strict=True):
         bins[at].append(document)
     order = sorted(range(number), key=lambda at: (found.loads_us[at], at))
+    return running_order([bins[at] for at in order], costs)
+
+
+def running_order(ascending: Sequence[T], costs: ReplicaCosts) -> list[T]:
+    """A replica's micro-batches, which ascend in load, as they are to run."""
     if costs.scheme.pp_size == 1:  # no bubbles; the largest two hide most of the exchange
-        order = [order[-1], *order[:-1]]
-        return [bins[at] for at in order]
-    return [bins[at] for at in small_at_ends(order)]
+        return [ascending[-1], *ascending[:-1]]
+    return small_at_ends(ascending)
 
 
 def replica_us(
@@ -184,22 +190,28 @@ def laid_out(
     ranks: list[tuple[MicroBatchPlan, ...]] = []
     chains, numbers = [], count()
     for units, costs in replicas:
-        lengths = [[span.length for span in spans] for spans in units.spans]
-        starts = UnitTable.starting([spans[0].start if spans else 0 for spans in units.spans])
-        times_us = costs.costs.stages.times_us(lengths, None, starts).sum(axis=(0, 1))
-        multiple, again = costs.scheme.length_multiple, units.recomputed or [NOTHING] * len(lengths)
-        rows = zip(units.spans, lengths, times_us.tolist(), again, strict=True)
-        own = (
+        multiple, size = costs.scheme.length_multiple, len(units.spans)
+        again, parents = units.recomputed or [NOTHING] * size, units.parents or [()] * size
+        own = [
             MicroBatchPlan(
                 next(numbers),
                 tuple(spans),
-                max(1, -(-sum(tokens) // multiple)) * multiple,
-                us,
+                max(1, -(-sum(span.length for span in spans) // multiple)) * multiple,
+                0.0,
                 recomputed=each,
                 divided=units.divided and bool(spans) and spans[0].is_slice,
+                parents=branching,
             )
-            for spans, tokens, us, each in rows
+            for spans, each, branching in zip(units.spans, again, parents, strict=True)
+        ]
+        times_us = costs.costs.stages.times_us(
+            [[span.length for span in m.spans] for m in own],
+            None,
+            UnitTable.starting([m.spans[0].start if m.spans else 0 for m in own]),
+            [m.branches for m in own],
+        ).sum(axis=(0, 1))
+        ranks.append(
+            tuple(replace(m, predicted_us=us) for m, us in zip(own, times_us.tolist(), strict=True))
         )
-        ranks.append(tuple(own))
         chains.append(tuple(units.chains))
     return tuple(ranks), tuple(chains) if any(chains) else ()

@@ -4,7 +4,8 @@ Fine-tuning and reinforcement learning have the samples of a step and must train
 First samples go to data-parallel ranks, by the time that they take and the bubbles that the longest
 makes (:mod:`megatron_wlb.planning.balance.dispatch`); then each rank's own go to micro-batches, as
 many as are fastest in simulation (:mod:`megatron_wlb.planning.balance.assign`). Both are
-Hydraulis's two stages (§6), here for replicas that are alike.
+Hydraulis's two stages (§6), here for replicas that are alike. Samples that begin alike may share
+what they have in common (:mod:`megatron_wlb.planning.balance.trees`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replic
 from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.balance.numbers import NumberChooser
 from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
+from megatron_wlb.planning.balance.trees import SharedPrefixes, plan_shared
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.slim import SlimPacker
 from megatron_wlb.planning.planner import hosting_bytes
@@ -55,12 +57,19 @@ def plan_step(
     targets: Sequence[Runs] | None = None,
     memory: MemoryLimit | None = None,
     alike: int = 1,
+    shared: SharedPrefixes | None = None,
+    ahead: int = 0,
 ) -> StepPlan:
     """Plans a step as :func:`megatron_wlb.plan_batch` says, by the costs of its stages.
 
-    So many neighbouring replicas as are ``alike`` meet in each pass. Raises :class:`ConfigError`
-    and :class:`PackingError` as there.
+    So many neighbouring replicas as are ``alike`` meet in each pass. So many layers predict further
+    ``ahead``. Raises :class:`ConfigError` and :class:`PackingError` as there.
     """
+    if shared is not None and (slices or groups is not None):
+        raise ConfigError(
+            f"shared prefixes and {'slices' if slices else 'groups'} of samples do not go together;"
+            " leave one of them out"
+        )
     group_of: list[int] | None = None
     if groups is not None:
         given = array_of(groups)
@@ -90,8 +99,9 @@ def plan_step(
         )
     else:
         plan = plan_samples(
-            lengths, max_tokens, costs, layout, number=number, equal=equal, groups=group_of
-        )
+            lengths, max_tokens, costs, layout,
+            number=number, equal=equal, groups=group_of, shared=shared, ahead=ahead,
+        )  # fmt: skip
     return plan if targets is None else _with_targets(plan, targets)
 
 
@@ -118,8 +128,11 @@ def plan_samples(
     number: int | None = None,
     equal: bool = True,
     groups: Sequence[int] | None = None,
+    shared: SharedPrefixes | None = None,
+    ahead: int = 0,
 ) -> StepPlan:
-    """Plans a step of whole samples, as :func:`plan_step` says.
+    """Plans a step of whole samples, as :func:`plan_step` says: each on its own, or with what they
+    share once in a micro-batch where that is faster.
 
     Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
     """
@@ -137,6 +150,10 @@ def plan_samples(
             )
             ways.append(_timed(step, replica, chooser.deal(step, number)))
     fitting = [way for way in ways if way is not None]
+    if shared is not None and any(shared.common):
+        packed = plan_shared(lengths, shared, replica, layout.dp_size, number=number, ahead=ahead)
+        if packed is not None and packed.us < min([us for us, _ in fitting], default=math.inf):
+            return plan_of("samples", packed.units, replica)
     if not fitting:
         raise PackingError(
             f"{len(lengths)} samples of {sum(lengths)} tokens do not fit {number} micro-batches of "

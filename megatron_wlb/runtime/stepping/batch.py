@@ -27,18 +27,19 @@ import torch
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
-from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
 from megatron_wlb.runtime.gpt.attention.kernels import Segments
 from megatron_wlb.runtime.gpt.attention.key_exchange import KeyGather
+from megatron_wlb.runtime.gpt.attention.shared_rows import SharedRows
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.gpt.states import ScannedDocuments
 from megatron_wlb.runtime.ranks.reads import ReadRun
 from megatron_wlb.runtime.ranks.transfer import PinnedBlock, mapped, to_device
-from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss
+from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss, uses_of
 
 LOOK_AHEAD = 2
 """Micro-batches that each chunk has made, or being made, before they are asked for."""
@@ -80,13 +81,15 @@ def local_params(
     cut: KVSlice | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     reach_tokens: int | None = None,
+    above: Sequence[Sequence[slice]] = (),
 ) -> tuple[IntArray | slice, PlanSeqParams]:
     """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
 
     ``lengths`` are the tokens of each attention segment, ``positions`` ``[T]`` those of each token
     in its document. ``cut`` is the slice that the first segment is, if it is one. ``group`` are the
     ranks, if they are others than the model's context-parallel ranks. ``reach_tokens`` are the most
-    keys that a query sees in layers of a sliding window, if there are any.
+    keys that a query sees in layers of a sliding window, if there are any. ``above`` are the rows
+    that each segment shares (:attr:`.MicroBatchPlan.above`).
     """
 
     def made(reach: int | None) -> tuple[IntArray | slice, PlanSeqParams]:
@@ -99,9 +102,11 @@ def local_params(
                 whole_cut = _cut_in_chunks(cut, [(cut.stop - cut.start,) * 2], device, reach)
             others = lengths[1:] if cut else lengths
             params = PlanSeqParams.of(segments_of(others, others), positions, cut=whole_cut)
+            if any(above):
+                params = replace(params, shared=SharedRows.of(lengths, above, device, reach))
             return slice(None), params
         if cut is None:
-            layout = whole = rank_layout(lengths, cp_size, cp_rank, sharding, reach)
+            layout = whole = rank_layout(lengths, cp_size, cp_rank, sharding, reach, above)
             own, slice_rows = None, None
         else:  # All of a slice's keys are exchanged, as every rank's buffer has all of them.
             layout = rank_layout(lengths, cp_size, cp_rank, sharding)
@@ -246,7 +251,7 @@ class BatchBuilder:
         num_targets = float(masks[0].sum(dtype=np.float64)) if last else 0
         own_loss = None
         if last and self.loss is not None:
-            own_loss = OwnLoss.of(self.loss, plan, local, targets[0], masks[0])
+            own_loss = OwnLoss.of(self.loss, plan, local, targets[0])
         for depth, weight in enumerate(self.depth_weights[: len(masks) - 1], start=1):
             masks[depth] *= weight
         tokens, labels, weights = (
@@ -317,7 +322,10 @@ class BatchBuilder:
         known = self._latest.get(plan.index)
         if known is None or known[0] is not plan:
             positions = np.concatenate(
-                [np.arange(s.start, s.stop) for s in plan.spans]
+                [
+                    np.arange(place, place + s.length)
+                    for place, s in zip(plan.places, plan.spans, strict=True)
+                ]
                 + [np.arange(plan.padded_length - plan.length)]
             )
             group = self.groups[plan.replicas] if plan.replicas else None
@@ -331,6 +339,7 @@ class BatchBuilder:
                 cut=self.slices.slice(plan.slice, plan.divided) if plan.slice else None,
                 group=group,
                 reach_tokens=self.reach_tokens,
+                above=plan.above,
             )
             gather = params.gather
             if self.has_head_start and gather is not None and len(gather.layout.lengths_q):
@@ -383,7 +392,9 @@ class BatchBuilder:
                 own, labels = taken[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
                 ids[depth, begin : begin + len(own)] = own
                 targets[depth, begin : begin + len(labels)] = labels
-                _weigh(masks[depth, begin : begin + len(labels)], span.document, before + depth)
+        for use in uses_of(plan, rows):
+            for depth in range(depths):
+                masks[depth, use.rows] += use.weights(depth)
         return ids, targets, masks
 
     def _stored(self, span: Span, start: int, stop: int) -> IntArray:
@@ -400,11 +411,3 @@ class BatchBuilder:
                 "--vocab-size"
             )
         return stored
-
-
-def _weigh(mask: npt.NDArray[np.float32], document: Document, before: int) -> None:
-    """Writes what each token counts in the loss, from a document's token ``before + 1`` on."""
-    first = document.offset + before + 1
-    every = ((first, first + len(mask), 1),)
-    for start, stop, weight in every if document.targets is None else document.targets:
-        mask[max(start - first, 0) : max(stop - first, 0)] = weight

@@ -7,11 +7,11 @@ the sum of all weights, as with cross-entropy. So micro-batches, slices and rank
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from megatron_wlb.reading import one_line
 @dataclass(frozen=True)
 class TargetTokens:
     """The targets of one micro-batch on this rank, ``n`` of them, of all spans one after another.
+
+    A token that several documents share is a target of each.
 
     Context-parallel ranks have parts of a document, and a slice has some of its tokens. A loss that
     needs all of a sample's tokens at once takes them from a pass before.
@@ -53,13 +55,62 @@ must not communicate: ranks call it for unlike micro-batches. With recomputation
 """
 
 
+class Use(NamedTuple):
+    """Local rows that one document of a micro-batch runs, or shares."""
+
+    owner: int
+    """The number of the document's span."""
+    document: Document
+    rows: slice
+    """Local rows."""
+    labels: npt.NDArray[np.int64]
+    """The token behind each, counted from the stored document's first."""
+
+    def weights(self, depth: int = 0) -> npt.NDArray[np.float32]:
+        """What the label of each counts for the document, or the label ``depth`` tokens on."""
+        labels, runs = self.labels + depth, self.document.targets
+        last = self.document.offset + self.document.num_labels
+        if runs is None:
+            return (labels <= last).astype(np.float32)
+        starts, stops, weights = np.array([(0, 0, 0.0), *runs]).T
+        at = np.searchsorted(starts, labels, side="right") - 1
+        found = np.where((labels < stops[at]) & (labels <= last), weights[at], 0)
+        return found.astype(np.float32)
+
+
+def uses_of(plan: MicroBatchPlan, rows: npt.NDArray[np.int64]) -> Iterator[Use]:
+    """What each document uses of the local ``rows`` of a micro-batch, which ascend: rows that it
+    shares, and its own.
+    """
+    first = 0
+    for number, span in enumerate(plan.spans):
+        place = 0
+        for run in plan.above[number]:
+            yield _use(plan, number, rows, run, place)
+            place += run.stop - run.start
+        yield _use(
+            plan, number, rows, slice(first, first + span.length), span.document.offset + span.start
+        )
+        first += span.length
+
+
+def _use(
+    plan: MicroBatchPlan, number: int, rows: npt.NDArray[np.int64], run: slice, place: int
+) -> Use:
+    """``place`` is the first row's token in the stored document."""
+    low, high = np.searchsorted(rows, [run.start, run.stop]).tolist()
+    labels = rows[low:high] + (place + 1 - run.start)
+    return Use(number, plan.spans[number].document, slice(low, high), labels)
+
+
 @dataclass(frozen=True)
 class OwnLoss:
     """The loss of one micro-batch by a function of the user's."""
 
     function: LossFunction
     rows: torch.Tensor
-    """``[n]`` int64: which of the rank's tokens have a target."""
+    """``[n]`` int64: the rank's token of each target. One that several documents share is there
+    once for each that it counts for."""
     targets: TargetTokens
 
     @classmethod
@@ -69,22 +120,25 @@ class OwnLoss:
         plan: MicroBatchPlan,
         local: npt.NDArray[np.int64] | slice,
         labels: npt.NDArray[np.int64],
-        weights: npt.NDArray[np.float32],
     ) -> OwnLoss:
-        """``labels`` and ``weights`` are ``[T/CP]``, of the ``local`` tokens of the micro-batch."""
-        rows = np.flatnonzero(weights)
-        every = np.arange(plan.padded_length)[local][rows]
-        ends = np.cumsum([span.length for span in plan.spans])
-        owners = np.searchsorted(ends, every, side="right")
-        firsts = np.array([span.document.offset + span.stop + 1 for span in plan.spans], dtype=int)
+        """``labels`` are ``[T/CP]``, of the ``local`` tokens of the micro-batch."""
+        every = np.arange(plan.padded_length)[local]
+        found: list[tuple[npt.NDArray[Any], ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
+        for use in uses_of(plan, every):
+            weights = use.weights()
+            counted = np.flatnonzero(weights)
+            owners = np.full(len(counted), use.owner)
+            rows = use.rows.start + counted
+            found.append((rows, owners, use.labels[counted], weights[counted]))
+        rows, owners, places, weights = map(np.concatenate, zip(*found, strict=True))
         numbers = np.array([span.document.number for span in plan.spans], dtype=int)
         targets = TargetTokens(
             tuple(span.document for span in plan.spans),
             torch.from_numpy(owners),
             torch.from_numpy(numbers[owners]),
-            torch.from_numpy(every - ends[owners] + firsts[owners]),
+            torch.from_numpy(places),
             torch.from_numpy(labels[rows]),
-            torch.from_numpy(weights[rows]),
+            torch.from_numpy(weights.astype(np.float32)),
         )
         return cls(function, torch.from_numpy(rows), targets)
 

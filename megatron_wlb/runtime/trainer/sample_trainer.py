@@ -22,8 +22,10 @@ from megatron_wlb.data.targets import targets_of
 from megatron_wlb.errors import ConfigError, TrainingError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.balance.samples import plan_step
+from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import (
     check_positions,
+    check_shared,
     max_tokens,
     parallelism,
     run_of,
@@ -70,7 +72,7 @@ class SampleTrainer:
         run = run_of(config, padded, dp_size, cost=self._cost)
         self._costs = run.planning_costs(config.wlb.wlb_cost == "analytic")
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
-        self._alike = run.alike
+        self._alike, self._ahead = run.alike, run.shape.num_ahead
         self.layout = parallelism(config, dp_size)
         self._max_tokens = max_tokens(config, run)
 
@@ -84,6 +86,7 @@ class SampleTrainer:
         samples: Sequence[npt.ArrayLike],
         weights: Sequence[npt.ArrayLike] | None = None,
         groups: npt.ArrayLike | None = None,
+        shared: bool = False,
     ) -> SampleBatch:
         """Plans a step of samples.
 
@@ -91,17 +94,24 @@ class SampleTrainer:
             samples: token ids of each, ``[length]``.
             weights: what each token's loss counts, ``[length]``: 0 for prompts; None: each one 1.
             groups: as :func:`megatron_wlb.plan_batch` has it.
+            shared: whether samples that begin alike share what they have in common in a
+                micro-batch, where that is faster. Losses and gradients stay what they are.
 
         Raises:
-            WLBError: samples that cannot be placed, or weights that do not fit them.
+            WLBError: samples that cannot be placed, or weights that do not fit them; a model in
+                which samples cannot share.
         """
         corpus = SampleCorpus.of(samples)
         check_positions(self.config, int(corpus.lengths.max(initial=0)))
         targets = None if weights is None else targets_of("the batch", weights, corpus.lengths)
+        prefixes = None
+        if shared:
+            check_shared(self.config)
+            prefixes = SharedPrefixes.found(corpus.stored)
         plan = plan_step(
             corpus.lengths.tolist(), self._max_tokens, self._cost, self._costs, self.layout,
             slices=kind_of(self.config.wlb.wlb_packing).slices, groups=groups, targets=targets,
-            memory=self._memory, alike=self._alike,
+            memory=self._memory, alike=self._alike, shared=prefixes, ahead=self._ahead,
         )  # fmt: skip
         return SampleBatch(corpus, plan)
 

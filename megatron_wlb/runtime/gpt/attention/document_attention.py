@@ -25,6 +25,7 @@ from megatron_wlb.runtime.gpt.attention.context_parallel import context_attentio
 from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, Expand, KeyGather
+from megatron_wlb.runtime.gpt.attention.shared_rows import SharedRows, shared_attention
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     KVSlice,
     LayerSlice,
@@ -53,6 +54,8 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """Where the keys are, if tokens are spread over ranks."""
     slice: KVSlice | None = None
     """The part of a document that the first tokens are, if they are one."""
+    shared: SharedRows | None = None
+    """What segments share, where all tokens are on this rank; None where they share nothing."""
     sliding: PlanSeqParams | None = None
     """The same for layers of a sliding window, with the keys in reach alone; None without any."""
     routed: RoutedTokens | None = None
@@ -208,6 +211,9 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 assert value is not None
                 if run is not None:
                     out = slice_attention(query, key, value, run, params.segments)
+                elif params.shared is not None:
+                    rest = params.shared, kernel, self.softmax_scale
+                    out = shared_attention(query, key, value, *rest)
                 else:
                     assert params.segments is not None
                     out = kernel(query, key, value, params.segments, self.softmax_scale)

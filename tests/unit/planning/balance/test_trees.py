@@ -1,0 +1,212 @@
+"""Samples that begin alike: what is found, what micro-batches run of it, and plans."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers.workload import make_trees
+
+import megatron_wlb as wlb
+from megatron_wlb.cost.step_costs import StageCosts
+from megatron_wlb.errors import ConfigError, PackingError, PlanError
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.planning.balance.trees import SharedPrefixes
+
+Tokens = npt.NDArray[np.int64]
+TREES = make_trees(59)
+PP4 = wlb.Parallelism(tp_size=4, pp_size=4, sequence_parallel=True)
+
+
+def samples_of(step: int) -> list[Tokens]:
+    return [TREES.corpus.stored[document.number] for document in TREES.steps[step]]
+
+
+def group(prompt: int, answers: int, longest: int, seed: int = 0) -> list[Tokens]:
+    """Answers of unlike lengths to one prompt."""
+    random = np.random.default_rng(seed)
+    first = random.integers(0, 1000, prompt)
+    return [
+        np.concatenate([first, [n], random.integers(0, 1000, random.integers(1, longest))])
+        for n in range(answers)
+    ]
+
+
+def common(a: Tokens, b: Tokens) -> int:
+    return next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
+                min(len(a), len(b)))  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("seed", range(20))
+def test_neighbours_share_all_that_there_is(step: int, seed: int) -> None:
+    """Of any samples: what is left are the nodes of their trie, each once."""
+    samples = samples_of(step)
+    prefixes = SharedPrefixes.found(samples, least=1)
+    assert sorted(prefixes.order) == list(range(len(samples)))
+    random = np.random.default_rng(seed)
+    some = random.choice(len(samples), random.integers(1, len(samples) + 1), replace=False)
+    found = list(prefixes.neighbours(some.tolist()))
+    nodes = {tuple(samples[n][:stop]) for n in some for stop in range(1, len(samples[n]) + 1)}
+    assert sum(len(samples[n]) - shared for n, shared in found) == len(nodes)
+    for (before, _), (n, shared) in pairwise(found):
+        assert shared == common(samples[before], samples[n])
+
+
+def test_short_runs_are_no_branches() -> None:
+    """Answers that begin alike by chance branch off where the first one does."""
+    prompt = np.arange(200)
+    answers = [[1, 2, 3, 4], [1, 2, 9], [1, 5], [7, 7], np.arange(300, 400), np.arange(300, 390)]
+    samples = [np.concatenate([prompt, answer]) for answer in answers]
+    prefixes = SharedPrefixes.found(samples, least=8)
+    assert sorted(prefixes.common) == [0, 200, 200, 200, 200, 290]
+    assert sorted(SharedPrefixes.found(samples, least=250).common) == [0] * 5 + [290]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("step", [0, 1])
+def test_each_path_is_its_sample(step: int, ahead: int) -> None:
+    samples = samples_of(step)
+    prefixes = SharedPrefixes.found(samples, least=1)
+    spans, parents = prefixes.spans(range(len(samples)), list(map(len, samples)), ahead)
+    plan = MicroBatchPlan(0, tuple(spans), 1024, 1.0, parents=parents)
+    rows = np.concatenate([samples[s.document.number][s.document.offset :] for s in spans])
+    owners = [samples[s.document.number] for s in spans for _ in range(s.length)]
+    first = 0
+    for span, above, place in zip(spans, plan.above, plan.places, strict=True):
+        shared = np.concatenate([np.arange(run.start, run.stop) for run in (*above, slice(0, 0))])
+        own = np.arange(first, first := first + span.length)
+        sample = samples[span.document.number]
+        assert rows[np.concatenate([shared, own])].tolist() == sample.tolist()
+        assert place == len(shared) == span.document.offset
+        for at, row in enumerate(shared):  # Whoever runs it predicts the same at each depth.
+            ahead_of = slice(at, at + 2 + ahead)
+            assert owners[row][ahead_of].tolist() == sample[ahead_of].tolist()
+            assert at + 1 + ahead < len(sample)
+    assert sum(plan.shared) > 100
+    assert plan.num_targets == sum(len(sample) - 1 for sample in samples)
+
+
+def test_branches_are_refused_that_no_parent_has() -> None:
+    def plan(offset: int, parent: int) -> MicroBatchPlan:
+        first = Document(0, 0, 0, 8, True, 0, 0, 0)
+        second = Document(0, 1, offset, 4, True, 0, 1, 0)
+        spans = Span(first, 0, 8), Span(second, 0, 4)
+        return MicroBatchPlan(3, spans, 12, 1.0, parents=(-1, parent))
+
+    assert plan(8, 0).above == ((), (slice(0, 8),))
+    for wrong in (plan(9, 0), plan(4, 1)):
+        with pytest.raises(PlanError, match=r"micro-batch 3: document 1 branches off at token"):
+            _ = wrong.above
+
+
+def test_given_branches_are_what_is_found() -> None:
+    samples = group(100, 5, 40) + group(300, 3, 200, seed=1)
+    given = [None, (0, 100), (1, 100), (0, 100), (3, 100), None, (5, 300), (6, 300)]
+    lengths = list(map(len, samples))
+    prefixes = SharedPrefixes.of(given, lengths)
+    assert sorted(prefixes.common) == sorted(SharedPrefixes.of(samples, lengths).common)
+    assert list(prefixes.neighbours([1, 4, 7])) == [(1, 0), (4, 100), (7, 0)]
+
+
+@pytest.mark.parametrize(
+    ("shared", "said"),
+    [
+        ([None], "shared has 1 entries for 2 samples"),
+        ([None, (1, 3)], r"shared has \(1, 3\) for sample 1; give None, or an earlier sample"),
+        ([None, (0, 9)], r"shared has \(0, 9\) for sample 1"),
+        ([None, (0, 0)], r"shared has \(0, 0\) for sample 1"),
+        ([None, (0,)], r"shared has \(0,\) for sample 1"),
+        ([None, (0, 1.5)], r"shared has \(0, 1.5\) for sample 1"),
+        ([[1] * 8, [1] * 7], "2 lists for 2 samples, or of other lengths"),
+        ([[1] * 8], "1 lists for 2 samples"),
+    ],
+)
+def test_wrong_branches_are_refused(shared: list, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        wlb.plan_batch([8, 8], max_tokens=64, shared=shared)
+
+
+def test_slices_and_groups_do_not_share() -> None:
+    for named in ({"slices": True}, {"groups": [0, 0]}):
+        with pytest.raises(ConfigError, match=r"shared prefixes and .* do not go together"):
+            wlb.plan_batch([8, 8], max_tokens=64, shared=[None, (0, 4)], **named)
+
+
+def planned(samples: list[Tokens], layout: wlb.Parallelism, shared: bool, **named: int) -> StepPlan:
+    lengths = list(map(len, samples))
+    given = samples if shared else None
+    return wlb.plan_batch(
+        lengths, max_tokens=16384, layout=layout, cost="7b", shared=given, **named
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        wlb.Parallelism(),
+        PP4,
+        wlb.Parallelism(tp_size=2, cp_size=2, dp_size=3, sequence_parallel=True),
+        wlb.Parallelism(pp_size=4, vpp_size=2, dp_size=2),
+    ],
+)
+def test_plans_share_and_leave_nothing_out(layout: wlb.Parallelism) -> None:
+    samples = [s for seed in range(6) for s in group(2000, 8, 1500, seed)]
+    whole, shared = (planned(samples, layout, each) for each in (False, True))
+    assert shared == planned(samples, layout, True)
+    assert sorted(n for m in shared for n in m.samples) == list(range(len(samples)))
+    assert shared.num_targets == whole.num_targets
+    assert shared.num_tokens < 0.6 * whole.num_tokens
+    assert max(m.padded_length for m in shared) <= 16384
+    assert len({len(rank) for rank in shared.micro_batches}) == 1
+    each = [wlb.simulate_step(plan, layout).pipeline_us for plan in (whole, shared)]
+    assert each[0] / each[1] > 1.4
+    assert whole.digest != shared.digest
+
+
+def test_samples_that_share_nothing_are_planned_as_ever() -> None:
+    random = np.random.default_rng(0)
+    samples = [random.integers(0, 1000, n) for n in random.integers(10, 4000, 40)]
+    assert planned(samples, PP4, True) == planned(samples, PP4, False)
+
+
+def test_number_of_micro_batches_is_kept() -> None:
+    """Shared, samples fit where whole ones do not."""
+    samples = group(4000, 12, 900)
+    plan = planned(samples, wlb.Parallelism(), True, num_micro_batches=1)
+    assert [len(rank) for rank in plan.micro_batches] == [1]
+    with pytest.raises(PackingError, match="do not fit 1 micro-batches"):
+        planned(samples, wlb.Parallelism(), False, num_micro_batches=1)
+
+
+def test_branch_costs_what_its_sample_takes_more_than_the_prefix() -> None:
+    """Of a cost whose parts are known, and of one that is only asked for documents."""
+    known = wlb.DocumentCost(1.0, 2e-3, 2.0, 4e-3)
+
+    class Opaque:
+        def work(self, lengths):
+            return known.work(lengths)
+
+    for cost in (known, Opaque()):
+        stages = StageCosts((cost,))
+        plain = stages.times_us([[700, 200]])
+        times = stages.times_us([[700, 200]], branches=[[(500, 200)]])
+        more = stages.times_us([[700]]) - stages.times_us([[500]]) - stages.times_us([[200]])
+        base = stages.times_us([[]])
+        assert times - plain == pytest.approx(more + base)
+
+
+def test_planning_of_groups_is_fast() -> None:
+    """512 samples; the bound leaves room for a busy machine."""
+    samples = [s for seed in range(64) for s in group(1024, 8, 4000, seed)]
+    lengths = list(map(len, samples))
+    given = [None if n % 8 == 0 else (n - n % 8, 1024) for n in range(512)]
+    took = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        wlb.plan_batch(lengths, max_tokens=65536, layout=PP4, cost="7b", shared=given)
+        took.append(time.perf_counter() - start_s)
+    assert min(took) < 0.5
