@@ -4,10 +4,11 @@ r"""Reinforcement learning with a loss of one's own: GRPO on a game that a tiny 
     torchrun --nproc-per-node 2 scripts/examples/grpo.py --pipeline-model-parallel-size 2 \
         --wlb-packing slim
 
-A prompt is one token. A response is right where each token is the one before it, plus one; its
-reward is the share of right tokens. Each iteration draws responses from the model, which end where
-the model says so and are of unlike lengths. Their log-probabilities are noted, and two updates run
-over the same plan, with GRPO's clipped ratio and advantages within each prompt's group.
+A prompt is one token, or ``--prompt`` of them. A response is right where each token is the one
+before it, plus one; its reward is the share of right tokens. Each iteration draws responses from
+the model, which end where the model says so and are of unlike lengths. Their log-probabilities are
+noted, and two updates run over the same plan, with GRPO's clipped ratio and advantages within each
+prompt's group. With ``--share`` a long prompt runs once in a micro-batch for all its responses.
 
 It runs on CPUs in a minute. All other flags are those of ``SampleTrainer``
 (``docs/samples.md``), and layouts and packings change nothing but the time.
@@ -32,11 +33,13 @@ VOCABULARY, END = 16, 15
 Samples = list[npt.NDArray[np.int64]]
 
 
-def generate(trainer: Any, prompts: npt.NDArray[np.int64], longest: int, seed: int) -> Samples:
+def generate(
+    trainer: Any, prompts: npt.NDArray[np.int64], longest: int, seed: int, shared: bool
+) -> Samples:
     """Draws a response to each prompt, token by token; every rank has all of them."""
     import torch
 
-    samples = [np.array([prompt]) for prompt in prompts]
+    samples = list(prompts)
     drawn = np.random.default_rng(seed).gumbel(size=(longest, len(samples), VOCABULARY))
     for noise in drawn:
         is_open = [n for n, sample in enumerate(samples) if sample[-1] != END]
@@ -65,7 +68,7 @@ def generate(trainer: Any, prompts: npt.NDArray[np.int64], longest: int, seed: i
 
             return output, choose
 
-        batch = trainer.batch([samples[n] for n in is_open])
+        batch = trainer.batch([samples[n] for n in is_open], shared=shared)
         trainer.forward(batch, last_logits)
         torch.distributed.all_reduce(chosen)
         for n in is_open:
@@ -73,9 +76,9 @@ def generate(trainer: Any, prompts: npt.NDArray[np.int64], longest: int, seed: i
     return samples
 
 
-def reward(sample: npt.NDArray[np.int64]) -> float:
+def reward(response: npt.NDArray[np.int64]) -> float:
     """The share of tokens that count on from the one before; 0 for an empty response."""
-    return float((np.diff(sample) == 1).mean()) if len(sample) > 2 else 0.0
+    return float((np.diff(response) == 1).mean()) if len(response) > 2 else 0.0
 
 
 def train(args: argparse.Namespace, flags: list[str]) -> None:
@@ -88,16 +91,21 @@ def train(args: argparse.Namespace, flags: list[str]) -> None:
         raise SystemExit("this example draws tokens with TP 1 and CP 1; training takes any layout")
     random = np.random.default_rng(args.seed)
     for iteration in range(args.iterations):
-        prompts = random.integers(0, VOCABULARY - 4, args.prompts).repeat(args.group)
-        samples = generate(trainer, prompts, args.longest, args.seed + iteration)
-        rewards = np.array([reward(sample) for sample in samples]).reshape(-1, args.group)
+        last = random.integers(0, VOCABULARY - 4, (args.prompts, 1)).repeat(args.group, axis=0)
+        prompts = (last + np.arange(1 - args.prompt, 1)) % (VOCABULARY - 4)
+        drawn = args.longest, args.seed + iteration, args.share
+        samples = generate(trainer, prompts, *drawn)
+        before_response = args.prompt - 1
+        rewards = np.array([reward(sample[before_response:]) for sample in samples])
+        rewards = rewards.reshape(-1, args.group)
         spread = rewards.std(axis=1, keepdims=True) + 1e-4
         advantages = torch.from_numpy(
             ((rewards - rewards.mean(axis=1, keepdims=True)) / spread).ravel().astype(np.float32)
         )
         # A sample's tokens count 1 together: the loss is a mean over samples.
-        weights = [np.append(0, np.full(len(s) - 1, 1 / (len(s) - 1))) for s in samples]
-        batch = trainer.batch(samples, weights)
+        responses = [len(sample) - args.prompt for sample in samples]
+        weights = [np.repeat([0.0, 1 / number], [args.prompt, number]) for number in responses]
+        batch = trainer.batch(samples, weights, shared=args.share)
         starts = torch.tensor(np.cumsum([0, *map(len, samples)])[:-1])
         before = torch.from_numpy(np.concatenate(trainer.log_probs(batch)))
 
@@ -110,7 +118,8 @@ def train(args: argparse.Namespace, flags: list[str]) -> None:
         if torch.distributed.get_rank() == 0:
             print(
                 f"iteration {iteration}: reward {rewards.mean():.3f}, {len(samples)} samples of "
-                f"{min(map(len, samples))} to {max(map(len, samples))} tokens, losses "
+                f"{min(map(len, samples))} to {max(map(len, samples))} tokens, of "
+                f"{sum(map(len, samples))} ran {batch.plan.num_tokens}, losses "
                 f"{' '.join(f'{loss:.4f}' for loss, _ in steps)}",
                 flush=True,
             )
@@ -123,6 +132,8 @@ def main() -> int:
     )
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=6, help="of an iteration")
+    parser.add_argument("--prompt", type=int, default=1, help="tokens of each prompt")
+    parser.add_argument("--share", action="store_true", help="run what samples share once")
     parser.add_argument("--group", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--longest", type=int, default=24, help="tokens of a response at most")
     parser.add_argument("--epochs", type=int, default=2, help="updates over each batch")

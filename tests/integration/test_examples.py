@@ -37,3 +37,13 @@ def test_grpo_runs_with_slices_in_a_pipeline(tmp_path: Path) -> None:
     (said,) = grpo(tmp_path, 2, *flags)
     first, second = map(float, said.split("losses ")[1].split())
     assert first == 0 and second != 0
+
+
+def test_grpo_is_the_same_where_responses_share_their_prompt(tmp_path: Path) -> None:
+    flags = ["--iterations", "2", "--longest", "6", "--prompt", "120"]
+    flags += ["--max-position-embeddings", "128", "--wlb-max-tokens", "2048"]
+    said = [grpo(tmp_path, 1, *flags, *more) for more in ([], ["--share"])]
+    ran = [[int(re.search(r"ran (\d+)", line).group(1)) for line in own] for own in said]
+    assert all(less < 0.3 * whole for whole, less in zip(*ran, strict=True))
+    whole, shared = ([re.sub(r" ran \d+", "", line) for line in own] for own in said)
+    assert whole == shared

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,55 @@ def train(flags: list[str]) -> int:
         trainer.save()
     trainer.close()
     return 0
+
+
+def train_alike(flags: list[str], *, shared: bool) -> int:
+    """Trains a step of answers to two prompts: each whole, and what they share once."""
+    from megatron_wlb import SampleTrainer
+
+    trainer = SampleTrainer(flags)
+    random = np.random.default_rng(0)
+    samples = [
+        np.concatenate([prompt, random.integers(0, 32, length)])
+        for prompt in random.integers(0, 32, (2, 90))
+        for length in (20, 30, 4, 9)
+    ]
+    weights = [np.repeat([0.0, 0.5], [89, len(sample) - 89]) for sample in samples]
+    batches = [trainer.batch(samples, weights, shared=each) for each in (False, True)]
+    pairs = zip(*map(trainer.log_probs, batches), strict=True)
+    assert all(np.flatnonzero(b).min() == 89 and np.allclose(a, b, atol=1e-5) for a, b in pairs)
+    loss, norm = trainer.step(batches[shared], lambda log_probs, _: -log_probs)
+    if trainer.model.groups.dp.rank() == 0 and trainer.model.groups.pp.rank() == 0:
+        numbers = [batch.plan.num_tokens for batch in batches]
+        sys.stdout.write(f"tokens {numbers}, loss {loss:.5f}, norm {norm:.4f}\n")
+    trainer.close()
+    return 0
+
+
+LONG = {"wlb_max_tokens": 400, "max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (4, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
+        (2, {"multi_latent_attention": True, "kv_lora_rank": 8, "position_embedding_type": "rope"}),
+    ],
+    ids=["one process", "PP", "CP, EP", "latents"],
+)
+def test_samples_that_share_train_what_whole_ones_do(
+    tmp_path: Path, ranks: int, layout: dict
+) -> None:
+    said = []
+    for shared in (False, True):
+        program = partial(train_alike, shared=shared)
+        run = finish(start(tmp_path, ranks, MODEL | WHOLE | LONG | layout, program=program))
+        said += [line for line in run.output.splitlines() if line.startswith("tokens")]
+    assert said[0] == said[1]
+    whole, less = json.loads(said[0].split("tokens ")[1].split(", loss")[0])
+    assert less < 0.5 * whole
 
 
 @pytest.mark.parametrize(

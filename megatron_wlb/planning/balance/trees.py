@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,10 +41,10 @@ BLOCK = 4096
 """Tokens that are compared at once."""
 CUTS = (4.0, 2.0, 1.0, 0.5)
 """The most work of a run, in shares of a micro-batch's where nothing runs twice, that are tried."""
-STEP, MOST_TIMES, FINE = 1.25, 8, 32
+STEP, MOST_TIMES, FINE = 1.35, 8, 32
 """Between numbers of micro-batches that are looked at; up to how often the fewest, and the
 pipeline's stages; and the part by which a number grows that has no room."""
-SIMULATED_NUMBERS, SIMULATED = 4, 2
+SIMULATED_NUMBERS, SIMULATED = 3, 2
 """Numbers of micro-batches that are simulated, and ways of each."""
 
 Branch: TypeAlias = tuple[int, int] | None
@@ -144,19 +143,17 @@ class SharedPrefixes:
         return cls.found(samples)
 
     @cached_property
-    def place(self) -> Sequence[int]:
-        """``[samples]``: where each stands in :attr:`order`."""
-        places = [0] * len(self.order)
-        for at, number in enumerate(self.order):
-            places[number] = at
-        return places
+    def _arrays(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """:attr:`order` and :attr:`common`, and where each sample stands in these."""
+        order, common = np.array(self.order, dtype=np.int64), np.array(self.common, dtype=np.int64)
+        return order, common, np.argsort(order)
 
-    def neighbours(self, samples: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """These samples in order, each with the tokens that it shares with the one before."""
-        places = sorted(self.place[number] for number in samples)
-        for before, at in pairwise([places[0], *places]):
-            common = min(self.common[before + 1 : at + 1], default=0)
-            yield self.order[at], common
+    def neighbours(self, samples: Sequence[int]) -> tuple[list[int], list[int]]:
+        """These samples in order, and what each shares with the one before: leading tokens."""
+        order, common, places = self._arrays
+        at = np.sort(places[list(samples)])
+        between = np.minimum.reduceat(common[1 : at[-1] + 1], at[:-1]) if len(at) > 1 else at[1:]
+        return order[at].tolist(), [0, *map(int, between)]
 
     def spans(
         self, samples: Sequence[int], lengths: Sequence[int], ahead: int
@@ -168,7 +165,7 @@ class SharedPrefixes:
         spans: list[Span] = []
         parents: list[int] = []
         path: list[int] = []  # spans that the next one may branch off
-        for number, common in self.neighbours(samples):
+        for number, common in zip(*self.neighbours(samples), strict=True):
             shared = branch_at(common, ahead)
             while path and spans[path[-1]].document.offset >= shared:
                 path.pop()
@@ -227,17 +224,18 @@ def plan_shared(
             known[name] = needed
             if found is not None:
                 dealt.append((found[0], needed, found[1]))
-    best: Packed | None = None
+    best: tuple[float, list[list[list[int]]]] | None = None
     numbers: Counter[int] = Counter()
     for _, each, ranks in sorted(dealt, key=itemgetter(0, 1)):
         numbers[each] += 1
         if numbers[each] > SIMULATED or len(numbers) > SIMULATED_NUMBERS:
             continue
-        units = [_units(rank, shared, lengths, ahead) for rank in ranks]
-        us = max(_us(own, replica) for own in units)
-        if best is None or us < best.us:
-            best = Packed(us, units)
-    return best
+        us = max(_us(own, shared, lengths, ahead, replica) for own in ranks)
+        if best is None or us < best[0]:
+            best = us, ranks
+    if best is None:
+        return None
+    return Packed(best[0], [_units(own, shared, lengths, ahead) for own in best[1]])
 
 
 def _numbers(num_tokens: int, num_samples: int, replica: ReplicaCosts) -> list[int]:
@@ -312,16 +310,26 @@ def _units(
     return Units([spans for spans, _ in made], parents=[parents for _, parents in made])
 
 
-def _us(units: Units, replica: ReplicaCosts) -> float:
+def _us(
+    bins: Sequence[Sequence[int]],
+    shared: SharedPrefixes,
+    lengths: Sequence[int],
+    ahead: int,
+    replica: ReplicaCosts,
+) -> float:
     """The simulated time of a rank's pipeline."""
     scheme, multiple = replica.scheme, replica.scheme.length_multiple
     segments, padded, branches = [], [], []
-    for spans, parents in zip(units.spans, units.parents, strict=True):
-        lengths = [span.length for span in spans]
-        padded.append(max(1, -(-sum(lengths) // multiple)) * multiple)
-        segments.append([*lengths, padded[-1] - sum(lengths)])
-        pairs = zip(spans, parents, strict=True)
-        branches.append([(s.document.offset, s.length) for s, parent in pairs if parent >= 0])
+    for samples in bins:
+        numbers, commons = shared.neighbours(samples) if samples else ([], [])
+        pairs = [
+            (before := branch_at(common, ahead), lengths[number] - before)
+            for number, common in zip(numbers, commons, strict=True)
+        ]
+        num_tokens = sum(own for _, own in pairs)
+        padded.append(max(1, -(-num_tokens // multiple)) * multiple)
+        segments.append([*(own for _, own in pairs), padded[-1] - num_tokens])
+        branches.append([pair for pair in pairs if pair[0]])
     times_us = replica.costs.stages.times_us(segments, branches=branches)
     graph = graph_of(scheme.pp_size, scheme.vpp_size, len(padded), replica.group_size)
     return float(graph.step_us(times_us, replica.costs.p2p_us(padded)))

@@ -15,6 +15,8 @@ from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError, PackingError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planning.balance.trees import SharedPrefixes
+from megatron_wlb.planning.from_config import check_shared
+from megatron_wlb.settings.command_line import parse
 
 Tokens = npt.NDArray[np.int64]
 TREES = make_trees(59)
@@ -49,7 +51,7 @@ def test_neighbours_share_all_that_there_is(step: int, seed: int) -> None:
     assert sorted(prefixes.order) == list(range(len(samples)))
     random = np.random.default_rng(seed)
     some = random.choice(len(samples), random.integers(1, len(samples) + 1), replace=False)
-    found = list(prefixes.neighbours(some.tolist()))
+    found = list(zip(*prefixes.neighbours(some.tolist()), strict=True))
     nodes = {tuple(samples[n][:stop]) for n in some for stop in range(1, len(samples[n]) + 1)}
     assert sum(len(samples[n]) - shared for n, shared in found) == len(nodes)
     for (before, _), (n, shared) in pairwise(found):
@@ -109,7 +111,7 @@ def test_given_branches_are_what_is_found() -> None:
     lengths = list(map(len, samples))
     prefixes = SharedPrefixes.of(given, lengths)
     assert sorted(prefixes.common) == sorted(SharedPrefixes.of(samples, lengths).common)
-    assert list(prefixes.neighbours([1, 4, 7])) == [(1, 0), (4, 100), (7, 0)]
+    assert prefixes.neighbours([1, 4, 7]) == ([1, 4, 7], [0, 100, 0])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,31 @@ def test_slices_and_groups_do_not_share() -> None:
     for named in ({"slices": True}, {"groups": [0, 0]}):
         with pytest.raises(ConfigError, match=r"shared prefixes and .* do not go together"):
             wlb.plan_batch([8, 8], max_tokens=64, shared=[None, (0, 4)], **named)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--attention-dropout 0.1", "--attention-dropout: one draw would serve all"),
+        ("--hidden-dropout 0.1", "--hidden-dropout: one draw would serve all"),
+        (
+            "--hybrid-layer-pattern G* --linear-num-key-heads 2 --linear-num-value-heads 2 "
+            "--linear-key-head-dim 8 --linear-value-head-dim 8",
+            "layers of G and M hand a state",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
+            "--moe-aux-loss-coeff 0.1",
+            "seq_aux_loss: it counts the tokens of each sample",
+        ),
+    ],
+)
+def test_models_in_which_samples_cannot_share_are_refused(flags: str, said: str) -> None:
+    sizes = "--hidden-size 32 --num-attention-heads 4 --seq-length 64"
+    layers = "" if "pattern" in flags else "--num-layers 2"
+    check_shared(parse(f"{sizes} --num-layers 2".split()))
+    with pytest.raises(ConfigError, match=said):
+        check_shared(parse(f"{sizes} {layers} {flags}".split()))
 
 
 def planned(samples: list[Tokens], layout: wlb.Parallelism, shared: bool, **named: int) -> StepPlan:

@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""What samples that begin alike gain where they share it, against each one whole.
+
+    scripts/evidence/shared_prefixes.py                                      # simulated: minutes
+    scripts/evidence/shared_prefixes.py --page docs/results/samples.md       # and its table
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 scripts/evidence/shared_prefixes.py --train
+
+Simulated are 128 samples of groups (answers lognormal, sigma 0.8, at most four times the mean) and
+trees of agents, on H100s, over ``plan_batch`` with whole samples, forward and backward of one
+replica. With ``--train`` a small model trains steps of 4 groups on CPUs at PP 2, whole and shared
+in turns.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import numpy as np
+from _common import parser_of, put
+
+import megatron_wlb as wlb
+from megatron_wlb.errors import run_program
+from megatron_wlb.settings.config import DEFAULT_MACHINE
+
+SP: dict[str, Any] = {"sequence_parallel": True}
+EXPERTS: dict[str, Any] = {"tp_size": 4, "ep_size": 4, "etp_size": 1, **SP}
+LAYOUTS = {
+    "7B, PP 1": ("7b", wlb.Parallelism(tp_size=8, **SP)),
+    "7B, PP 4": ("7b", wlb.Parallelism(tp_size=4, pp_size=4, **SP)),
+    "7B, PP 4 × 4": ("7b", wlb.Parallelism(tp_size=4, pp_size=4, vpp_size=4, **SP)),
+    "30B-A3B, PP 1": ("qwen3-30b-a3b", wlb.Parallelism(**EXPERTS)),
+    "30B-A3B, PP 4": ("qwen3-30b-a3b", wlb.Parallelism(pp_size=4, **EXPERTS)),
+}
+NUM_SAMPLES, SIGMA, MOST = 128, 0.8, 4
+K = 1024
+
+Branches = list[tuple[int, int] | None]
+Samples = tuple[list[int], Branches]
+"""Lengths, and what each shares with an earlier one."""
+
+
+def groups(size: int, prompt: int, mean: int) -> Samples:
+    """Answers to prompts."""
+    random = np.random.default_rng(size + prompt + mean)
+    drawn = random.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, NUM_SAMPLES)
+    lengths = [prompt + int(min(MOST * mean, max(16, answer))) for answer in drawn]
+    branches: Branches = [(n - n % size, prompt) if n % size else None for n in range(NUM_SAMPLES)]
+    return lengths, branches
+
+
+def trees(number: int, depth: int, branch: int, rows: int, spread: float = 0.0) -> Samples:
+    """Trees of nodes of about so many tokens; each leaf is a sample."""
+    random = np.random.default_rng(7)
+    lengths: list[int] = []
+    branches: Branches = []
+    for _ in range(number):
+        nodes: dict[tuple[int, ...], int] = {}
+        before: tuple[int, ...] = ()
+        for leaf in product(range(branch), repeat=depth - 1):
+            path = [leaf[:level] for level in range(depth)]
+            for node in path:
+                if node not in nodes:
+                    nodes[node] = int(rows * random.uniform(1 - spread, 1 + spread))
+            common = [node for node in path if before[: len(node)] == node] if before else []
+            shared = sum(nodes[node] for node in common)
+            branches.append((len(lengths) - 1, shared) if common else None)
+            lengths.append(sum(nodes[node] for node in path))
+            before = leaf
+    return lengths, branches
+
+
+def cases() -> Iterator[tuple[str, Samples]]:
+    for size in (8, 16):
+        for prompt in (1, 4, 16, 32):
+            for mean in (2, 8, 16):
+                yield f"{size} × {mean}K behind {prompt}K", groups(size, prompt * K, mean * K)
+    yield "agents, 3 levels of 3 × 4K", trees(16, 3, 3, 4 * K)
+    yield "agents, 4 levels of 3 × 4K", trees(8, 4, 3, 4 * K)
+    yield "the same, nodes unlike", trees(8, 4, 3, 4 * K, spread=0.5)
+    for number in (16, 4):
+        lengths, branches = trees(number, 2, 8, 10 * K)
+        yield (
+            f"software agents, {number} of 8 × 10K behind 20K",
+            (
+                [length + 10 * K for length in lengths],
+                [each and (each[0], each[1] + 10 * K) for each in branches],
+            ),
+        )
+
+
+def simulated(hardware: str) -> tuple[list[list[str]], dict[str, list[float]]]:
+    """The table's lines, and the gains of each layout."""
+    lines: list[list[str]] = []
+    gains: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+    for title, (lengths, branches) in cases():
+        cap = 64 * K if max(lengths) <= 64 * K else 128 * K
+        cells: list[str] = []
+        for name, (model, layout) in LAYOUTS.items():
+            given: dict[str, Any] = {
+                "max_tokens": cap, "layout": layout, "cost": model, "hardware": hardware,
+            }  # fmt: skip
+            start_s = time.perf_counter()
+            whole, shared = (
+                wlb.plan_batch(lengths, shared=each, **given) for each in (None, branches)
+            )
+            took_s = time.perf_counter() - start_s
+            us = [
+                wlb.simulate_step(plan, layout, model=model, hardware=hardware).pipeline_us
+                for plan in (whole, shared)
+            ]
+            gains[name].append(us[0] / us[1])
+            if not cells:
+                cells = [title, f"{whole.num_tokens / shared.num_tokens:.2f}"]
+            cells.append(f"{us[0] / us[1]:.2f}")
+            print(f"{title}, {name}: {us[0] / us[1]:.3f}, {took_s:.2f} s", file=sys.stderr)
+        lines.append(cells)
+    return lines, gains
+
+
+def table(hardware: str) -> str:
+    lines, gains = simulated(hardware)
+    head = ["Samples", "tokens ÷ those that run", *LAYOUTS]
+    means = [f"**{geometric_mean(own):.2f}**" for own in gains.values()]
+    least = [f"{min(own):.2f}" for own in gains.values()]
+    lines += [["geometric mean", "", *means], ["least", "", *least]]
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rule, *lines))
+
+
+MODEL = """
+--wlb-device cpu --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 4096
+--max-position-embeddings 4096 --swiglu --normalization RMSNorm --disable-bias-linear
+--position-embedding-type rope --pipeline-model-parallel-size 2 --lr 0.001 --wlb-max-tokens 4608
+--wlb-hardware cpu --vocab-size 512
+"""
+NUM_GROUPS, ANSWERS, PROMPT, ANSWER, NUM_STEPS = 4, 8, 2048, 256, 3
+
+
+def train() -> None:
+    """Prints, on the first rank, what steps take whole and shared, their loss and memory."""
+    import torch
+
+    trainer = wlb.SampleTrainer(MODEL.split())
+    random = np.random.default_rng(0)
+    samples, weights = [], []
+    for _ in range(NUM_GROUPS):
+        prompt = random.integers(0, 512, PROMPT)
+        for _ in range(ANSWERS):
+            samples.append(np.concatenate([prompt, random.integers(0, 512, ANSWER)]))
+            weights.append(np.repeat([0.0, 1 / ANSWER], [PROMPT, ANSWER]))
+    advantages = torch.from_numpy(random.normal(size=len(samples)).astype(np.float32))
+    took: dict[bool, list[float]] = {False: [], True: []}
+    batches = {shared: trainer.batch(samples, weights, shared=shared) for shared in took}
+    noted = {shared: trainer.log_probs(batch) for shared, batch in batches.items()}
+
+    def loss(log_probs: Any, targets: Any) -> Any:
+        return -log_probs * advantages[targets.samples]
+
+    for _ in range(NUM_STEPS):
+        for shared, batch in batches.items():
+            start_s = time.perf_counter()
+            trainer.step(batch, loss)
+            torch.distributed.barrier()
+            took[shared].append(time.perf_counter() - start_s)
+    if torch.distributed.get_rank() == 0:
+        for shared, name in ((False, "whole"), (True, "shared")):
+            plan, own = batches[shared].plan, took[shared]
+            print(
+                f"{name}: {median(own):.2f} s a step ({min(own):.2f} to {max(own):.2f}), "
+                f"{len(samples) / median(own):.1f} samples a second, {plan.num_tokens} tokens in "
+                f"{len(plan.micro_batches[0])} micro-batches"
+            )
+        pairs = zip(noted[False], noted[True], strict=True)
+        differ = max(float(np.abs(whole - shared).max()) for whole, shared in pairs)
+        ratio = median(took[False]) / median(took[True])
+        print(f"{ratio:.2f} times as fast; log-probabilities differ by {differ:.1e} at most")
+    trainer.close()
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--train", action="store_true", help="measure steps; under torchrun")
+    parser.add_argument("--hardware", default=DEFAULT_MACHINE, help="the machine that is simulated")
+    parser.add_argument("--page", type=Path, help="page whose table is written")
+    args = parser.parse_args()
+    if args.train:
+        train()
+        return 0
+    made = table(args.hardware)
+    if args.page is not None:
+        put(args.page, "shared prefixes", made.rstrip())
+    print(made, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
