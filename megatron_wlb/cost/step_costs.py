@@ -187,7 +187,8 @@ class StageCosts:
                 tokens and pairs, and all of its keys and values, unless they divide these. Without
                 them micro-batches are of whole documents, and run alone and once.
             branches: ``[N]`` lists of segments that attend to rows of others: how many these are,
-                and the segment's own length. None if not given.
+                and the segment's own length. Where there are any, the start of ``units`` is how
+                many rows other micro-batches have run of these. None if not given.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
@@ -200,13 +201,14 @@ class StageCosts:
         idle = np.ones(num)
         if self.prefixes is not None:
             for at in np.flatnonzero(rows).tolist():
-                idle[at] = self.prefixes.idle(micro_batches[at][0] / merged[at])
+                lengths = micro_batches[at]
+                queries = sum(lengths) if branches and branches[at] else lengths[0]
+                idle[at] = self.prefixes.idle(queries / merged[at])
+        starts = rows.astype(np.int64).tolist()
         keys: list[Sequence[tuple[int, int]]] = [
-            [(start, lengths[0])] if start else []
-            for start, lengths in zip(rows.astype(np.int64).tolist(), micro_batches, strict=True)
+            (branches and branches[at]) or ([(start, micro_batches[at][0])] if start else [])
+            for at, start in enumerate(starts)
         ]
-        if branches:
-            keys = [[*own, *more] for own, more in zip(keys, branches, strict=True)]
         given = micro_batches, scale, keys, np.stack([idle, np.ones(num)]) / merged
         squares = _pairs(*given, lambda length: length * length)
         saved: dict[int | None, Floats] = {None: 0 * squares}  # by reach

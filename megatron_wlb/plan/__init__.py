@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from megatron_wlb.cost.slices import NOTHING, Recomputed
@@ -138,12 +137,89 @@ class Span(NamedTuple):
         return self.document.weight(self.start, self.stop)
 
 
+class Rows(NamedTuple):
+    """Rows ``[start, stop)`` of a micro-batch, or of several one behind another."""
+
+    start: int
+    stop: int
+
+
+class SharedUse(NamedTuple):
+    """Rows of a micro-batch that another document shares."""
+
+    document: Document
+    rows: Rows
+    place: int
+    """The first one's token in the stored document."""
+
+    def targets_ahead(self, depth: int) -> float:
+        """What the labels of the rows count for the document, ``depth`` tokens further on."""
+        first, (start, stop) = self.place - self.document.offset, self.rows
+        return self.document.weight(first, first + stop - start, depth)
+
+
+class TreePart(NamedTuple):
+    """The part of a tree of documents that a micro-batch runs; others, before and behind it in its
+    chain, run the rest.
+    """
+
+    name: int
+    """The number of its first document."""
+    start: int
+    """The first row."""
+    length: int
+    """Rows of the whole tree."""
+
+
+class Sharing(NamedTuple):
+    """What documents of a micro-batch share. Empty: nothing."""
+
+    above: tuple[tuple[Rows, ...], ...] = ()
+    """``[spans]``: the rows that hold what each span's document has before it, in order: its own
+    earlier tokens, and those that it shares with other documents, with which its stored document
+    begins. Of a document that shares, ``offset`` is the first token of its own. Rows are those of
+    the :attr:`tree`, or of the micro-batch."""
+    uses: tuple[SharedUse, ...] = ()
+    """Documents that share rows of the micro-batch, and run their own elsewhere or further on."""
+    tree: TreePart | None = None
+    """Whose rows it runs, if several micro-batches do."""
+
+    def places(self, spans: Sequence[Span]) -> tuple[int, ...]:
+        """See :attr:`MicroBatchPlan.places`."""
+        if not self.above:
+            return tuple([span.start for span in spans])
+        pairs = zip(spans, self.above, strict=True)
+        return tuple([s.start + s.document.offset if above else 0 for s, above in pairs])
+
+    def branches(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
+        """Tokens before each span that has rows above it, and its own."""
+        pairs = zip(self.places(spans), spans, strict=True) if self.above else ()
+        return [(before, span.length) for before, span in pairs if before]
+
+    @property
+    def rows_before(self) -> int:
+        """Rows that micro-batches before have run, and this one's attend to."""
+        if self.tree is None:
+            return 0
+        number = reached = 0
+        for start, stop in sorted({rows for above in self.above for rows in above}):
+            stop = min(stop, self.tree.start)
+            number, reached = number + max(0, stop - max(start, reached)), max(reached, stop)
+        return number
+
+    @property
+    def said(self) -> str:
+        """All that ranks must agree on."""
+        uses = [(use.document.number, *use.rows, use.place) for use in self.uses]
+        return f" {self.above}{self.tree}{uses}" if self.above else ""
+
+
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """One micro-batch: its spans one after another, then padding at the tail only.
 
     At most the first span is a slice; whole documents follow it. Documents that begin alike may
-    share what they have in common: see :attr:`parents`.
+    share what they have in common: see :attr:`sharing`.
     """
 
     index: int
@@ -163,10 +239,8 @@ class MicroBatchPlan:
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of its slice's document, and
     gather them for each slice; else each has all of them."""
-    parents: tuple[int, ...] = ()
-    """``[spans]``: the earlier span that each document branches off, or -1. A *branch* runs only
-    the tokens from its document's ``offset`` on. Those before are the rows of its parent, and of
-    the parent's own parents, with whose stored documents it begins alike. Empty: there are none."""
+    sharing: Sharing = Sharing()  # noqa: RUF009  # frozen
+    """What its documents share with each other, or with those of other micro-batches."""
 
     @cached_property
     def length(self) -> int:
@@ -181,56 +255,14 @@ class MicroBatchPlan:
         return (*lengths, padding) if padding else tuple(lengths)
 
     @cached_property
-    def shared(self) -> tuple[int, ...]:
-        """``[spans]``: tokens that each document has in rows of others; 0 if it is no branch."""
-        parents = self.parents or (-1,) * len(self.spans)
-        return tuple(
-            span.document.offset if parent >= 0 else 0
-            for span, parent in zip(self.spans, parents, strict=True)
-        )
-
-    @cached_property
     def places(self) -> tuple[int, ...]:
         """``[spans]``: how many tokens each one's document has before it, on its whole path."""
-        return tuple(s.start + shared for s, shared in zip(self.spans, self.shared, strict=True))
+        return self.sharing.places(self.spans)
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
         """Keys before each attention segment's own: of slices before it, or that it shares."""
         return self.places + (0,) * (len(self.lengths) - len(self.spans))
-
-    @property
-    def branches(self) -> list[tuple[int, int]]:
-        """Tokens that each branch shares, and its own."""
-        pairs = zip(self.shared, self.spans, strict=True)
-        return [(shared, span.length) for shared, span in pairs if shared]
-
-    @cached_property
-    def above(self) -> tuple[tuple[slice, ...], ...]:
-        """``[spans]``: the rows of this micro-batch that each one shares, as runs from its path's
-        first token on.
-
-        Raises :class:`PlanError` for a branch without a parent that has its last shared token.
-        """
-        starts = [0, *accumulate(span.length for span in self.spans)]
-        paths: list[tuple[slice, ...]] = []
-        for number, shared in enumerate(self.shared):
-            if not shared:
-                paths.append(())
-                continue
-            parent = self.parents[number]
-            own = shared - self.places[parent] if parent < number else 0
-            if not 0 < own <= self.spans[parent].length:
-                raise PlanError(
-                    f"micro-batch {self.index}: document {self.spans[number].document.number} "
-                    f"branches off at token {shared}, which its parent, span {parent}, does not "
-                    "run; name the span that runs the token before"
-                )
-            *before, last = *paths[parent], slice(starts[parent], starts[parent] + own)
-            if before and before[-1].stop == last.start:
-                last = slice(before.pop().start, last.stop)
-            paths.append((*before, last))
-        return tuple(paths)
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -241,8 +273,9 @@ class MicroBatchPlan:
 
     @property
     def slice(self) -> Span | None:
-        """The part of a document that it runs, if it runs one."""
-        return self.spans[0] if self.spans and self.spans[0].is_slice else None
+        """The part of a document that it runs, if it runs one, and not one of a tree."""
+        first = self.spans[0] if self.spans and self.sharing.tree is None else None
+        return first if first and first.is_slice else None
 
     @cached_property
     def num_targets(self) -> float:
@@ -253,10 +286,8 @@ class MicroBatchPlan:
 
     def targets_ahead(self, depth: int) -> float:
         """What labels ``depth`` tokens further on than those of :attr:`num_targets` count."""
-        return sum(
-            span.document.weight(span.start - shared, span.stop, depth)
-            for span, shared in zip(self.spans, self.shared, strict=True)
-        )
+        own = sum(span.document.weight(span.start, span.stop, depth) for span in self.spans)
+        return own + sum(use.targets_ahead(depth) for use in self.sharing.uses)
 
 
 class Units(NamedTuple):
@@ -272,8 +303,8 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`MicroBatchPlan.recomputed`; nothing is if not given."""
     divided: bool = False
     """:attr:`MicroBatchPlan.divided` of all slices."""
-    parents: Sequence[tuple[int, ...]] = ()
-    """``[micro-batches]``: see :attr:`MicroBatchPlan.parents`; none branches if not given."""
+    sharing: Sequence[Sharing] = ()
+    """``[micro-batches]``: see :attr:`MicroBatchPlan.sharing`; nothing is shared if not given."""
     window_bytes: float = 0.0
     """See :attr:`StepPlan.window_bytes`; 0: none of them may wait in the host's memory."""
 
@@ -397,8 +428,7 @@ class StepPlan:
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
                 again = ("", " recomputed MLPs", " recomputed", " hosted")[m.recomputed]
-                branches = f" {m.parents}" if any(m.shared) else ""
-                said = again + " divided" * m.divided + branches
+                said = again + " divided" * m.divided + m.sharing.said
                 sha.update(f"{m.sharding}{m.replicas or ''}{said}".encode())
                 for s in m.spans:
                     d = s.document

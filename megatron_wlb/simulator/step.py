@@ -24,7 +24,7 @@ from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
-from megatron_wlb.planning.slicing.room import unit_of
+from megatron_wlb.planning.slicing.room import rows_before, unit_of
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
@@ -116,20 +116,18 @@ class Simulator:
         copies: list[Copies | None] = [None] * len(lengths)
         if sliced is None:
             graphs = [self.graph(counts[0])] * len(lengths)
-            times = [
-                stages.times_us(rank, own, branches=branches)
-                for rank, own, branches in zip(
-                    lengths, scale, _branches(micro_batches), strict=True
-                )
-            ]
             padded = [[sum(segments) for segments in rank] for rank in lengths]
         else:
             graphs, units = self._sliced(sliced)
-            times = list(map(stages.times_us, lengths, scale, map(UnitTable.of, units)))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
             if (link := stages.host) is not None:
                 pairs = zip(graphs, units, strict=True)
                 copies = [link.copies(*each, sliced.window_bytes) for each in pairs]
+        if isinstance(micro_batches, StepPlan):
+            rows = zip(micro_batches.micro_batches, lengths, scale, strict=True)
+            times = [_times_us(stages, *each) for each in rows]
+        else:
+            times = list(map(stages.times_us, lengths, scale))
         gaps = list(map(self.costs.p2p_us, padded))
         for own in times:
             check_times("stage times", own)
@@ -234,9 +232,9 @@ def slowest_us(
     times, gaps = [], []
     copies: list[Copies | None] = [None] * len(plan.micro_batches)
     units = [list(map(unit, rank)) for rank in plan.micro_batches]
-    for rank, own in zip(plan.micro_batches, units, strict=True):
+    for rank in plan.micro_batches:
         lengths = [[span.length for span in m.spans] for m in rank]
-        times.append(stages.times_us(lengths, None, UnitTable.of(own), [m.branches for m in rank]))
+        times.append(_times_us(stages, rank, lengths))
         gaps.append(np.zeros(len(rank)))
     if (link := stages.host) is not None and plan.chains:
         pairs = zip(graphs, units, strict=True)
@@ -254,15 +252,22 @@ def slowest_us(
 
 def unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
-    alone = unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
+    num_tokens = m.padded_length // (len(m.replicas) or 1)
+    alone = unit_of(m.spans, num_tokens, m.sharing.tree)
     return alone._replace(ranks=m.replicas, recomputed=m.recomputed, divided=m.divided)
 
 
-def _branches(micro_batches: StepPlan | Lengths) -> list[list[list[tuple[int, int]]]]:
-    """Each rank's :attr:`MicroBatchPlan.branches`; of lengths alone there are none."""
-    if not isinstance(micro_batches, StepPlan):
-        return [[] for _ in micro_batches]
-    return [[m.branches for m in rank] for rank in micro_batches.micro_batches]
+def _times_us(
+    stages: StageCosts,
+    rank: Sequence[MicroBatchPlan],
+    lengths: Sequence[Sequence[int]],
+    scale: npt.ArrayLike | None = None,
+) -> Floats:
+    """As :meth:`StageCosts.times_us` of a rank's micro-batches, with ``lengths`` of segments."""
+    starts = np.array([rows_before(m.spans, m.sharing) for m in rank], dtype=np.float64)
+    table = UnitTable.of(map(unit, rank))._replace(start=starts)
+    branches = [m.sharing.branches(m.spans) for m in rank]
+    return stages.times_us(lengths, scale, table, branches)
 
 
 def _held(

@@ -51,6 +51,7 @@ from helpers.plans import (
     scatter_for,
     shared_for,
     sliced_for,
+    trees_for,
     varying_for,
 )
 from helpers.ranks import Fault
@@ -313,6 +314,23 @@ CASES = [
     *(Case(layout, shared_for, workload=workload)
       for layout in (Layout("mixed", 3, pp=2, extra=TWO_AHEAD), Layout("llama", 3, cp=2))
       for workload in (MASKED_TREES, OWN_TREES)),
+    # And run them in several micro-batches.
+    *each([
+        Layout("llama", 1),
+        Layout("llama", 1, pp=2, extra=FULL),
+        Layout("gpt2", 1, pp=4),
+        Layout("mixed", 2, pp=2, vpp=2, extra=SELECTIVE),
+        Layout("llama", 1, tp="2sp", dp=2, extra=f"{SHARDED} {OVERLAP}"),
+        Layout("sliding-list", 1, pp=2),
+        Layout("moe-aux", 1, dp=2, ep=2, extra=UNLIMITED),
+        Layout("latent-yarn", 1, extra=FEW),
+    ], trees_for, workload=TREES),
+    *(Case(layout, trees_for, workload=workload)
+      for layout in (Layout("mixed", 1, pp=2, extra=TWO_AHEAD), Layout("llama", 1, dp=2))
+      for workload in (MASKED_TREES, OWN_TREES)),
+    Case(Layout("llama", 2, pp=2, vpp=2), Changed(trees_for, (half_recomputed,)),
+         workload=TREES),
+    Case(Layout("llama", 1, pp=2), Changed(trees_for, (half_hosted,)), with_small_slabs, TREES),
 ]  # fmt: skip
 FURTHER = [
     *each([

@@ -406,23 +406,22 @@ def leave_out_a_childs_gradients(_runner: Any) -> Any:
 
     right = shared_rows._JoinedRows.backward
 
-    def lacking(ctx, grad):
-        shared, *rest = ctx.rest
-        ctx.rest = dataclasses.replace(shared, above=shared.above[1:]), *rest
-        return right(ctx, grad)
+    def lacking(call, grad, sums):
+        call.shared = dataclasses.replace(call.shared, above=call.shared.above[1:])
+        return right(call, grad, sums)
 
-    return mock.patch.object(shared_rows._JoinedRows, "backward", staticmethod(lacking))
+    return mock.patch.object(shared_rows._JoinedRows, "backward", lacking)
 
 
 def count_shared_labels_once(_runner: Any) -> Any:
     from megatron_wlb.runtime.stepping import batch
 
-    right = batch.uses_of
+    right = batch.targeted
 
     def own(plan, rows):
-        return {use.owner: use for use in right(plan, rows)}.values()
+        return list(right(plan, rows))[: len(plan.spans)]
 
-    return mock.patch.object(batch, "uses_of", own)
+    return mock.patch.object(batch, "targeted", own)
 
 
 def take_a_siblings_label(runner: Any) -> Any:
@@ -433,10 +432,9 @@ def take_a_siblings_label(runner: Any) -> Any:
             return batch
         plan, labels = batch.plan, batch.labels.clone()
         rows = [sum(plan.lengths[:at]) for at in range(len(plan.spans))]
-        for row, parent, place in zip(rows, plan.parents, plan.places, strict=True):
-            at = place - plan.places[parent]
-            if parent >= 0 and at < plan.spans[parent].length:
-                labels[0, row] = labels[0, rows[parent] + at]
+        for row, above in zip(rows, plan.sharing.above, strict=True):
+            if above and above[-1].stop < row:
+                labels[0, row] = labels[0, above[-1].stop]
         return dataclasses.replace(batch, labels=labels)
 
     return broken_batches(runner, changed)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
-from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import Document, MicroBatchPlan, Sharing, Span, StepPlan, TreePart
 from megatron_wlb.plan.sharding import Sharding, length_multiple
-from megatron_wlb.planning.balance.trees import SharedPrefixes
+from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, part_of
 from megatron_wlb.settings.config import Config
 
 PlanFor: TypeAlias = Callable[[Config, Workload, int, int], StepPlan]
@@ -194,37 +195,104 @@ def shared_for(config: Config, workload: Workload, world_size: int, step: int) -
     """
     from megatron_wlb.planning import guards
 
-    p, dp_size = config.parallel, guards.data_parallel_size(config, world_size)
-    multiple = length_multiple(
-        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
-    )
+    dp_size = guards.data_parallel_size(config, world_size)
     documents = workload.steps[step]
-    samples = [workload.corpus.stored[document.number] for document in documents]
-    prefixes = SharedPrefixes.found(samples, least=1)
+    prefixes = SharedPrefixes.found(_stored(workload, step), least=1)
     random = np.random.RandomState(3000 + step)
-    number = dp_size * guards.check_micro_batches(config, world_size)
-    bins: list[list[int]] = [[] for _ in range(number)]
+    each = guards.check_micro_batches(config, world_size)
+    bins: list[list[int]] = [[] for _ in range(dp_size * each)]
     at = 0
     for sample in prefixes.order:
-        at = at if random.randint(3) else random.randint(number)
+        at = at if random.randint(3) else random.randint(len(bins))
         bins[at].append(sample)
-    made = []
-    for index, own in enumerate(bins):
-        spans, parents = (
-            prefixes.spans(own, [len(s) for s in samples], config.model.mtp_num_layers or 0)
-            if own
-            else ([], ())
-        )
-        placed = []
-        for span in spans:
-            document = documents[span.document.number]
-            shared = span.document.offset
-            branch = document._replace(offset=shared, length=document.length - shared)
-            placed.append(Span(branch, 0, branch.length))
-        length = sum(span.length for span in placed)
-        padded = -(-max(length, 1) // multiple) * multiple + multiple * int(random.randint(3))
-        sharding = SHARDINGS[config.wlb.wlb_cp_sharding]
-        made.append(MicroBatchPlan(index, tuple(placed), padded, 1.0, sharding, parents=parents))
-    each = number // dp_size
-    ranks = tuple(tuple(made[at : at + each]) for at in range(0, number, each))
+    made = [
+        _of_paths(config, documents, _paths(config, workload, step, own), 0, None, index)
+        for index, own in enumerate(bins)
+    ]
+    ranks = tuple(tuple(made[at : at + each]) for at in range(0, len(made), each))
     return StepPlan(step, "samples", ranks, 0, 0)
+
+
+def trees_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """Samples that begin alike in trees over several micro-batches, cut anywhere: some to single
+    rows. Each has samples of two roots.
+    """
+    from megatron_wlb.planning import guards
+
+    dp_size = guards.data_parallel_size(config, world_size)
+    documents = workload.steps[step]
+    prefixes = SharedPrefixes.found(_stored(workload, step), least=1)
+    random = np.random.RandomState(4000 + step)
+    cuts = random.choice(len(documents), 3 * dp_size - 1, replace=False)
+    parts = np.split(np.array(prefixes.order), np.sort(cuts))
+    ranks, chains, index = [], [], 0
+    for rank in range(dp_size):
+        own: list[MicroBatchPlan] = []
+        numbers: list[int] = []
+        for part in filter(len, parts[rank::dp_size]):
+            paths = _paths(config, workload, step, part.tolist())
+            length = sum(path.document.length for path in paths)
+            num_cuts = min(length - 1, random.randint(5))
+            inner = random.choice(range(1, length), num_cuts, replace=False).tolist()
+            inner += [1] if num_cuts and not numbers else []
+            edges = sorted({0, length, *inner})
+            name = documents[paths[0].document.number].number
+            for start, stop in pairwise(edges):
+                tree = TreePart(name, start, length) if len(edges) > 2 else None
+                own.append(_of_paths(config, documents, paths, start, tree, index, stop))
+                index += 1
+            numbers.append(len(edges) - 1)
+        ranks.append(tuple(own))
+        chains.append(tuple(numbers))
+    plan = StepPlan(step, "samples", tuple(ranks), 0, 0, tuple(chains))
+    return run_alike(plan, num_alike(config, dp_size), _multiple(config))
+
+
+def _stored(workload: Workload, step: int) -> list[npt.NDArray[np.int64]]:
+    return [workload.corpus.stored[document.number] for document in workload.steps[step]]
+
+
+def _multiple(config: Config) -> int:
+    p = config.parallel
+    return length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
+
+
+def _paths(config: Config, workload: Workload, step: int, own: list[int]) -> list[Path]:
+    samples = _stored(workload, step)
+    prefixes = SharedPrefixes.found(samples, least=1)
+    if not own:
+        return []
+    return prefixes.paths(own, list(map(len, samples)), config.model.mtp_num_layers or 0)
+
+
+def _of_paths(
+    config: Config,
+    documents: Sequence[Document],
+    paths: list[Path],
+    start: int,
+    tree: TreePart | None,
+    index: int,
+    stop: int | None = None,
+) -> MicroBatchPlan:
+    """What runs some rows, of the workload's documents."""
+    stop = sum(path.document.length for path in paths) if stop is None else stop
+    spans, above, uses = part_of(paths, start, stop)
+
+    def known(document: Document) -> Document:
+        own, offset = documents[document.number], document.offset
+        return own._replace(offset=offset, length=own.length - offset)
+
+    multiple = _multiple(config)
+    padded = -(-max(stop - start, 1) // multiple) * multiple + multiple * (index % 3)
+    return MicroBatchPlan(
+        index,
+        tuple(span._replace(document=known(span.document)) for span in spans),
+        padded,
+        1.0,
+        SHARDINGS[config.wlb.wlb_cp_sharding],
+        sharing=Sharing(
+            above, tuple(use._replace(document=known(use.document)) for use in uses), tree
+        ),
+    )

@@ -110,13 +110,13 @@ def rank_layout(
     cp_rank: int,
     sharding: Sharding,
     reach_tokens: int | None = None,
-    above: Sequence[Sequence[slice]] = (),
+    above: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> RankLayout:
     """Makes the layout of one rank: all arrays, no loop over documents but of those that branch.
 
     With ``reach_tokens`` it is that of attention with such a sliding window. ``above`` are the runs
-    of the micro-batch's tokens that each segment attends to besides its own. Raises
-    :class:`PlanError` as :func:`shard_arrays` does.
+    of the micro-batch's tokens, ``[start, stop)``, that each segment attends to besides its own.
+    Raises :class:`PlanError` as :func:`shard_arrays` does.
     """
     arrays = shard_arrays(lengths, cp_size, sharding)
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -156,7 +156,7 @@ def _with_above(
     layout: RankLayout,
     segments: IntArray,
     first_token: IntArray,
-    above: Sequence[Sequence[slice]],
+    above: Sequence[Sequence[tuple[int, int]]],
 ) -> RankLayout:
     """``layout`` with the tokens ``above`` before the keys of each chunk, whose segments are
     given.
@@ -164,9 +164,9 @@ def _with_above(
     starts, lengths, before = [], [], []
     for segment, own in zip(segments.tolist(), layout.lengths_k.tolist(), strict=True):
         runs = above[segment] if segment < len(above) else ()
-        before.append(sum(run.stop - run.start for run in runs))
-        starts += [*(run.start for run in runs), first_token[segment]]
-        lengths += [*(run.stop - run.start for run in runs), own]
+        before.append(sum(stop - start for start, stop in runs))
+        starts += [*(start for start, _ in runs), first_token[segment]]
+        lengths += [*(stop - start for start, stop in runs), own]
     tokens = _runs(np.array(starts), np.array(lengths))
     lengths_k = layout.lengths_k + np.array(before)
     return replace(layout, lengths_k=lengths_k, key_rows=layout.token_rows[tokens])

@@ -23,11 +23,12 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.graph import Floats, graph_of
 from megatron_wlb.cost.slices import NOTHING, UnitTable
-from megatron_wlb.plan import MicroBatchPlan, Units
+from megatron_wlb.plan import MicroBatchPlan, Sharing, Units
 from megatron_wlb.planning.balance.dispatch import WORTH, Numbers, StepDocuments
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
 from megatron_wlb.planning.greedy import small_at_ends
 from megatron_wlb.planning.packing.placement import place
+from megatron_wlb.planning.slicing.room import rows_before
 
 T = TypeVar("T")
 
@@ -191,7 +192,8 @@ def laid_out(
     chains, numbers = [], count()
     for units, costs in replicas:
         multiple, size = costs.scheme.length_multiple, len(units.spans)
-        again, parents = units.recomputed or [NOTHING] * size, units.parents or [()] * size
+        again = units.recomputed or [NOTHING] * size
+        sharing = units.sharing or [Sharing()] * size
         own = [
             MicroBatchPlan(
                 next(numbers),
@@ -200,15 +202,15 @@ def laid_out(
                 0.0,
                 recomputed=each,
                 divided=units.divided and bool(spans) and spans[0].is_slice,
-                parents=branching,
+                sharing=shared,
             )
-            for spans, each, branching in zip(units.spans, again, parents, strict=True)
+            for spans, each, shared in zip(units.spans, again, sharing, strict=True)
         ]
         times_us = costs.costs.stages.times_us(
             [[span.length for span in m.spans] for m in own],
             None,
-            UnitTable.starting([m.spans[0].start if m.spans else 0 for m in own]),
-            [m.branches for m in own],
+            UnitTable.starting([rows_before(m.spans, m.sharing) for m in own]),
+            [m.sharing.branches(m.spans) for m in own],
         ).sum(axis=(0, 1))
         ranks.append(
             tuple(replace(m, predicted_us=us) for m, us in zip(own, times_us.tolist(), strict=True))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy.typing as npt
 
@@ -23,7 +23,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.arrays import array_of
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.plan import Document, Span, StepPlan, Units
+from megatron_wlb.plan import Document, SharedUse, Span, StepPlan, Units
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.target_runs import Runs
 from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replica_us
@@ -38,6 +38,8 @@ from megatron_wlb.planning.slicing.cut import Slicer, numbers_of_units
 from megatron_wlb.planning.slicing.pipeline import Pipeline
 from megatron_wlb.planning.slicing.room import MemoryLimit
 from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, Cuts
+
+T = TypeVar("T", Span, SharedUse)
 
 IN_FLIGHT = 4
 """Micro-batches for each stage with which a pipeline holds as much as with any more."""
@@ -108,12 +110,19 @@ def plan_step(
 def _with_targets(plan: StepPlan, targets: Sequence[Runs]) -> StepPlan:
     """The same plan of samples that have ``targets`` each."""
 
-    def made(span: Span) -> Span:
-        document = span.document._replace(targets=targets[span.document.number])
-        return span._replace(document=document)
+    def made(part: T) -> T:
+        document = part.document._replace(targets=targets[part.document.number])
+        return part._replace(document=document)
 
     ranks = (
-        tuple(replace(m, spans=tuple(map(made, m.spans))) for m in own)
+        tuple(
+            replace(
+                m,
+                spans=tuple(map(made, m.spans)),
+                sharing=m.sharing._replace(uses=tuple(map(made, m.sharing.uses))),
+            )
+            for m in own
+        )
         for own in plan.micro_batches
     )
     return replace(plan, micro_batches=tuple(ranks))

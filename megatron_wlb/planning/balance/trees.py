@@ -1,7 +1,7 @@
 """Samples that begin alike: what they share is found, and runs once in each micro-batch.
 
 A step of reinforcement learning has several answers to a prompt, or rollouts that branch off each
-other. In a micro-batch each such sample is a branch (:attr:`.MicroBatchPlan.parents`): it runs its
+other. In a micro-batch each such sample is a branch (:attr:`.Sharing.above`): it runs its
 own tokens, and attends to those that it shares. WLB-LLM, Hydraulis and SlimPack have nothing of the
 kind; several trainers have it within one micro-batch, by a mask.
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import Document, Span, Units
+from megatron_wlb.plan import Document, Rows, SharedUse, Sharing, Span, Units
 from megatron_wlb.planning.balance.assign import running_order
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
 from megatron_wlb.planning.greedy import Bins
@@ -155,29 +155,70 @@ class SharedPrefixes:
         between = np.minimum.reduceat(common[1 : at[-1] + 1], at[:-1]) if len(at) > 1 else at[1:]
         return order[at].tolist(), [0, *map(int, between)]
 
-    def spans(
-        self, samples: Sequence[int], lengths: Sequence[int], ahead: int
-    ) -> tuple[list[Span], tuple[int, ...]]:
-        """What a micro-batch of these samples runs, and each one's parent.
+    def paths(self, samples: Sequence[int], lengths: Sequence[int], ahead: int) -> list[Path]:
+        """These samples, whose own rows lie one behind another.
 
         ``ahead`` layers predict so many tokens further: a branch begins so many tokens earlier.
         """
-        spans: list[Span] = []
-        parents: list[int] = []
-        path: list[int] = []  # spans that the next one may branch off
+        made: list[Path] = []
+        open_paths: list[Path] = []  # which the next one may branch off
+        first = 0
         for number, common in zip(*self.neighbours(samples), strict=True):
             shared = branch_at(common, ahead)
-            while path and spans[path[-1]].document.offset >= shared:
-                path.pop()
-            parents.append(path[-1] if path else -1)
-            path.append(len(spans))
-            length = lengths[number] - shared
-            spans.append(Span(Document(0, number, shared, length, True, 0, number, 0), 0, length))
-        return spans, tuple(parents)
+            while open_paths and open_paths[-1].document.offset >= shared:
+                open_paths.pop()
+            own = lengths[number] - shared
+            document = Document(0, number, shared, own, True, 0, number, 0)
+            above = open_paths[-1].up_to(shared) if open_paths else ()
+            made.append(Path(document, first, above))
+            open_paths.append(made[-1])
+            first += own
+        return made
+
+
+class Path(NamedTuple):
+    """A sample in a tree, or in a micro-batch that shares."""
+
+    document: Document
+    """Its own tokens, from ``offset`` on."""
+    first: int
+    """The row of the first of these."""
+    above: tuple[Rows, ...]
+    """The rows of the tokens before."""
+
+    def up_to(self, token: int) -> tuple[Rows, ...]:
+        """The rows of its tokens before ``token``, one of its own."""
+        own = Rows(self.first, self.first + token - self.document.offset)
+        if own.start == own.stop:
+            return self.above
+        if self.above and self.above[-1].stop == own.start:
+            return *self.above[:-1], Rows(self.above[-1].start, own.stop)
+        return *self.above, own
+
+
+def part_of(
+    paths: Sequence[Path], start: int, stop: int
+) -> tuple[list[Span], tuple[tuple[Rows, ...], ...], tuple[SharedUse, ...]]:
+    """What runs rows ``[start, stop)``: its spans, what each has above it, and who uses what."""
+    spans, above, uses = [], [], []
+    for path in paths:
+        document = path.document
+        begin, end = max(start, path.first), min(stop, path.first + document.length)
+        if begin < end:
+            spans.append(Span(document, begin - path.first, end - path.first))
+            above.append(path.up_to(document.offset + begin - path.first))
+        place = 0
+        for rows in path.above:
+            low, high = max(start, rows.start), min(stop, rows.stop)
+            if low < high:
+                shared = Rows(low - start, high - start)
+                uses.append(SharedUse(document, shared, place + low - rows.start))
+            place += rows.stop - rows.start
+    return spans, tuple(above), tuple(uses)
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """Neighbours of one tree that run in one micro-batch."""
 
     samples: Sequence[int]
@@ -193,7 +234,7 @@ def plan_shared(
     *,
     number: int | None = None,
     ahead: int = 0,
-) -> Packed | None:
+) -> SharedPlan | None:
     """The fastest plan of samples that share prefixes inside micro-batches, in simulation.
 
     Trees are cut in runs of at most a share of a micro-batch's work (:data:`CUTS`), which go to
@@ -211,7 +252,7 @@ def plan_shared(
     known: dict[tuple[int, float], int] = {}  # the number that was tried last of the same runs
     for each in [number] if number else _numbers(num_tokens, len(lengths), replica):
         for share in CUTS:
-            runs = list(_runs(samples, share * total_us / each, replica.max_tokens))
+            runs = list(_stretches(samples, share * total_us / each, replica.max_tokens))
             runs.sort(key=lambda run: -run.us)
             name = len(runs), sum(run.us for run in runs)
             if each <= known.get(name, 0):
@@ -235,7 +276,7 @@ def plan_shared(
             best = us, ranks
     if best is None:
         return None
-    return Packed(best[0], [_units(own, shared, lengths, ahead) for own in best[1]])
+    return SharedPlan(best[0], [_units(own, shared, lengths, ahead) for own in best[1]])
 
 
 def _numbers(num_tokens: int, num_samples: int, replica: ReplicaCosts) -> list[int]:
@@ -247,16 +288,16 @@ def _numbers(num_tokens: int, num_samples: int, replica: ReplicaCosts) -> list[i
     return sorted({-(-round(least * STEP**step) // unit) * unit for step in range(steps)})
 
 
-class Packed(NamedTuple):
+class SharedPlan(NamedTuple):
     """What each rank runs, and the simulated time of the slowest."""
 
     us: float
     units: list[Units]
 
 
-def _runs(
+def _stretches(
     samples: Sequence[tuple[int, int, int, float, float]], most_us: float, max_tokens: int
-) -> Iterator[Run]:
+) -> Iterator[Stretch]:
     """Neighbours as long as they share, are at most so much work, and fit ``max_tokens``.
 
     ``samples`` are in depth-first order: number, tokens shared with the one before, all tokens,
@@ -270,13 +311,13 @@ def _runs(
             us, num_tokens = us + own_us, num_tokens + size - before
             continue
         if own:
-            yield Run(own, us, num_tokens)
+            yield Stretch(own, us, num_tokens)
         own, us, num_tokens = [number], whole_us, size
-    yield Run(own, us, num_tokens)
+    yield Stretch(own, us, num_tokens)
 
 
 def _dealt(
-    runs: Sequence[Run], each: int, dp_size: int, replica: ReplicaCosts
+    runs: Sequence[Stretch], each: int, dp_size: int, replica: ReplicaCosts
 ) -> tuple[float, list[list[list[int]]]] | None:
     """``[dp_size][each]`` lists of samples in running order, and an estimate of their time; None
     where there is no room.
@@ -306,8 +347,13 @@ def _dealt(
 def _units(
     bins: Sequence[Sequence[int]], shared: SharedPrefixes, lengths: Sequence[int], ahead: int
 ) -> Units:
-    made = [shared.spans(own, lengths, ahead) if own else ([], ()) for own in bins]
-    return Units([spans for spans, _ in made], parents=[parents for _, parents in made])
+    spans, sharing = [], []
+    for samples in bins:
+        paths = shared.paths(samples, lengths, ahead) if samples else []
+        own, above, uses = part_of(paths, 0, sum(path.document.length for path in paths))
+        spans.append(own)
+        sharing.append(Sharing(above, uses) if any(above) else Sharing())
+    return Units(spans, sharing=sharing)
 
 
 def _us(
@@ -357,7 +403,7 @@ def _checked(number: int, branch: Any, lengths: Sequence[int]) -> tuple[int, int
 def _alike(
     samples: Sequence[Tokens], members: Sequence[int], start: int, least: int
 ) -> list[list[int]]:
-    """Those whose ``least`` tokens from ``start`` on are the same, together; shorter ones alone."""
+    """Samples whose ``least`` tokens from ``start`` on are equal, together; shorter ones alone."""
     buckets: dict[Any, list[int]] = {}
     for n in members:
         beginning = samples[n][start : start + least]

@@ -14,7 +14,7 @@ from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import HOST, LAYERS, NOTHING, Recomputed, UnitTable
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.plan import Span, Units
-from megatron_wlb.planning.slicing.room import MemoryLimit, units_of
+from megatron_wlb.planning.slicing.room import MemoryLimit, rows_before, units_of
 
 COPY_PRICE, LAG_PRICE = 0.05, 0.2
 """What of a copy's time to the host is a price, where units are chosen for it; and what of that by
@@ -56,7 +56,12 @@ class Pipeline:
         table = UnitTable.of(units_of(units, self.length_multiple))
         ranks = table.num_ranks.tolist()
         tokens = [sum(own) / num for own, num in zip(lengths, ranks, strict=True)]
-        times_us = self.costs.stages.times_us(lengths, None, table)
+        branches: list[list[tuple[int, int]]] = []
+        if units.sharing:
+            pairs = list(zip(units.spans, units.sharing, strict=True))
+            table = table._replace(start=np.array([rows_before(*each) for each in pairs], float))
+            branches = [sharing.branches(spans) for spans, sharing in pairs]
+        times_us = self.costs.stages.times_us(lengths, None, table, branches)
         return times_us, self.costs.p2p_us(tokens), tokens
 
     def with_room(self, replicas: Sequence[Units]) -> list[Units]:

@@ -37,7 +37,7 @@ from megatron_wlb.cost.slices import (
     Unit,
     UnitTable,
 )
-from megatron_wlb.plan import Span, Units
+from megatron_wlb.plan import Sharing, Span, TreePart, Units
 from megatron_wlb.planning.planner import merged_multiple
 
 MOST_ROUNDS = 4
@@ -48,12 +48,24 @@ SHORT_DOCUMENTS = 64
 """Short documents in the longest one, for the steps that need most memory."""
 
 
-def unit_of(spans: Sequence[Span], num_tokens: int) -> Unit:
-    """What memory is counted of: a micro-batch's tokens, and the slice that it runs first."""
-    return Unit(num_tokens, _slice_of(spans))
+def unit_of(spans: Sequence[Span], num_tokens: int, tree: TreePart | None = None) -> Unit:
+    """What memory is counted of: a micro-batch's tokens, and the slice that it runs first, or its
+    part of a tree.
+    """
+    return Unit(num_tokens, _slice_of(spans, tree))
 
 
-def _slice_of(spans: Sequence[Span]) -> Slice | None:
+def rows_before(spans: Sequence[Span], sharing: Sharing = Sharing()) -> int:  # noqa: B008  # frozen
+    """Rows that micro-batches before have run, and this one's attend to."""
+    if sharing.tree is not None:
+        return sharing.rows_before
+    return spans[0].start if spans else 0
+
+
+def _slice_of(spans: Sequence[Span], tree: TreePart | None) -> Slice | None:
+    if tree is not None:
+        stop = tree.start + sum(span.length for span in spans)
+        return Slice(tree.name, tree.start, stop, tree.length)
     if not spans:
         return None
     document, start, stop = spans[0]
@@ -65,10 +77,14 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
     """What time and memory are counted of, padded to such a multiple."""
     found = []
     again = units.recomputed or [NOTHING] * len(units.spans)
-    for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
+    sharing = units.sharing or [Sharing()] * len(units.spans)
+    replicas = units.replicas or [()] * len(units.spans)
+    rows = zip(units.spans, replicas, again, sharing, strict=True)
+    for spans, ranks, recomputed, shared in rows:
         multiple = merged_multiple(length_multiple, len(ranks))
         multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
-        num_tokens, cut = multiples * multiple // (len(ranks) or 1), _slice_of(spans)
+        num_tokens = multiples * multiple // (len(ranks) or 1)
+        cut = _slice_of(spans, shared.tree)
         divided = units.divided and cut is not None
         found.append(Unit(num_tokens, cut, ranks, recomputed, divided))
     return found

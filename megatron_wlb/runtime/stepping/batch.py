@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 
 from megatron_wlb.data.corpus import Corpus
-from megatron_wlb.errors import CorpusError
-from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.errors import CorpusError, PlanError
+from megatron_wlb.plan import MicroBatchPlan, Rows, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
 from megatron_wlb.runtime.gpt.attention.kernels import Segments
@@ -39,7 +39,7 @@ from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.gpt.states import ScannedDocuments
 from megatron_wlb.runtime.ranks.reads import ReadRun
 from megatron_wlb.runtime.ranks.transfer import PinnedBlock, mapped, to_device
-from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss, uses_of
+from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss, targeted
 
 LOOK_AHEAD = 2
 """Micro-batches that each chunk has made, or being made, before they are asked for."""
@@ -81,15 +81,16 @@ def local_params(
     cut: KVSlice | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     reach_tokens: int | None = None,
-    above: Sequence[Sequence[slice]] = (),
+    above: Sequence[Sequence[Rows]] = (),
 ) -> tuple[IntArray | slice, PlanSeqParams]:
     """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
 
     ``lengths`` are the tokens of each attention segment, ``positions`` ``[T]`` those of each token
-    in its document. ``cut`` is the slice that the first segment is, if it is one. ``group`` are the
+    in its document. ``cut`` is the slice that the first segment is, if it is one, or the part of a
+    tree that all documents are. ``group`` are the
     ranks, if they are others than the model's context-parallel ranks. ``reach_tokens`` are the most
     keys that a query sees in layers of a sliding window, if there are any. ``above`` are the rows
-    that each segment shares (:attr:`.MicroBatchPlan.above`).
+    that each segment shares (:attr:`.Sharing.above`).
     """
 
     def made(reach: int | None) -> tuple[IntArray | slice, PlanSeqParams]:
@@ -97,26 +98,35 @@ def local_params(
             return Segments.of(queries, keys, device, reach) if queries or not cut else None
 
         if cp_size == 1:
-            whole_cut = None
-            if cut is not None:
+            whole_cut, shared, others = None, None, lengths
+            if cut is not None and cut.of_tree:
+                own, others = lengths[: len(above)], lengths[len(above) :]
+                rows = SharedRows.of(own, above, device, reach, cut.start)
+                whole_cut = replace(cut, rows=rows)
+            elif cut is not None:
                 whole_cut = _cut_in_chunks(cut, [(cut.stop - cut.start,) * 2], device, reach)
-            others = lengths[1:] if cut else lengths
+                others = lengths[1:]
+            elif any(above):
+                shared = SharedRows.of(lengths, above, device, reach)
             params = PlanSeqParams.of(segments_of(others, others), positions, cut=whole_cut)
-            if any(above):
-                params = replace(params, shared=SharedRows.of(lengths, above, device, reach))
-            return slice(None), params
+            return slice(None), replace(params, shared=shared)
+        if cut is not None and cut.of_tree:
+            raise PlanError(
+                f"a tree of samples runs in several micro-batches over {cp_size} context-parallel "
+                "ranks, which none of them can; plan it inside micro-batches"
+            )
         if cut is None:
             layout = whole = rank_layout(lengths, cp_size, cp_rank, sharding, reach, above)
-            own, slice_rows = None, None
+            parts, slice_rows = None, None
         else:  # All of a slice's keys are exchanged, as every rank's buffer has all of them.
             layout = rank_layout(lengths, cp_size, cp_rank, sharding)
             chunks, whole = layout.split(cut.stop - cut.start)
             whole = whole if reach is None else whole.within(reach)
             slice_rows = layout.token_rows[: cut.stop - cut.start]
-            own = _cut_in_chunks(cut, chunks.tolist(), device, reach)
+            parts = _cut_in_chunks(cut, chunks.tolist(), device, reach)
         segments = segments_of(whole.lengths_q.tolist(), whole.lengths_k.tolist())
         gather = KeyGather.of(whole, device, slice_rows, group)
-        return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, own)
+        return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, parts)
 
     local, params = made(None)
     if reach_tokens is None:
@@ -336,10 +346,10 @@ class BatchBuilder:
                 cp_rank=group.rank() if group else self.cp_rank,
                 cp_size=group.size() if group else self.cp_size,
                 sharding=plan.sharding,
-                cut=self.slices.slice(plan.slice, plan.divided) if plan.slice else None,
+                cut=self.slices.part(plan),
                 group=group,
                 reach_tokens=self.reach_tokens,
-                above=plan.above,
+                above=plan.sharing.above,
             )
             gather = params.gather
             if self.has_head_start and gather is not None and len(gather.layout.lengths_q):
@@ -392,9 +402,9 @@ class BatchBuilder:
                 own, labels = taken[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
                 ids[depth, begin : begin + len(own)] = own
                 targets[depth, begin : begin + len(labels)] = labels
-        for use in uses_of(plan, rows):
+        for part in targeted(plan, rows):
             for depth in range(depths):
-                masks[depth, use.rows] += use.weights(depth)
+                masks[depth, part.rows] += part.weights(depth)
         return ids, targets, masks
 
     def _stored(self, span: Span, start: int, stop: int) -> IntArray:

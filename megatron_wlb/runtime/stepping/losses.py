@@ -34,7 +34,7 @@ class TargetTokens:
     """
 
     documents: tuple[Document, ...]
-    """What the micro-batch runs, or slices of it."""
+    """What the micro-batch runs, or slices of it; and what shares tokens of these."""
     owners: torch.Tensor
     """``[n]`` int64: the place in ``documents`` of that a target belongs to."""
     samples: torch.Tensor
@@ -55,11 +55,9 @@ must not communicate: ranks call it for unlike micro-batches. With recomputation
 """
 
 
-class Use(NamedTuple):
+class Targeted(NamedTuple):
     """Local rows that one document of a micro-batch runs, or shares."""
 
-    owner: int
-    """The number of the document's span."""
     document: Document
     rows: slice
     """Local rows."""
@@ -78,29 +76,18 @@ class Use(NamedTuple):
         return found.astype(np.float32)
 
 
-def uses_of(plan: MicroBatchPlan, rows: npt.NDArray[np.int64]) -> Iterator[Use]:
-    """What each document uses of the local ``rows`` of a micro-batch, which ascend: rows that it
-    shares, and its own.
+def targeted(plan: MicroBatchPlan, rows: npt.NDArray[np.int64]) -> Iterator[Targeted]:
+    """What each document of a micro-batch has of its local ``rows``, which ascend: those that it
+    runs, and then what others share.
     """
-    first = 0
-    for number, span in enumerate(plan.spans):
-        place = 0
-        for run in plan.above[number]:
-            yield _use(plan, number, rows, run, place)
-            place += run.stop - run.start
-        yield _use(
-            plan, number, rows, slice(first, first + span.length), span.document.offset + span.start
-        )
-        first += span.length
-
-
-def _use(
-    plan: MicroBatchPlan, number: int, rows: npt.NDArray[np.int64], run: slice, place: int
-) -> Use:
-    """``place`` is the first row's token in the stored document."""
-    low, high = np.searchsorted(rows, [run.start, run.stop]).tolist()
-    labels = rows[low:high] + (place + 1 - run.start)
-    return Use(number, plan.spans[number].document, slice(low, high), labels)
+    every, first = [], 0
+    for span in plan.spans:
+        place = span.document.offset + span.start
+        every.append((span.document, first, first := first + span.length, place))
+    every += [(use.document, *use.rows, use.place) for use in plan.sharing.uses]
+    for document, start, stop, place in every:
+        low, high = np.searchsorted(rows, [start, stop]).tolist()
+        yield Targeted(document, slice(low, high), rows[low:high] + (place + 1 - start))
 
 
 @dataclass(frozen=True)
@@ -122,18 +109,19 @@ class OwnLoss:
         labels: npt.NDArray[np.int64],
     ) -> OwnLoss:
         """``labels`` are ``[T/CP]``, of the ``local`` tokens of the micro-batch."""
-        every = np.arange(plan.padded_length)[local]
         found: list[tuple[npt.NDArray[Any], ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
-        for use in uses_of(plan, every):
-            weights = use.weights()
+        documents: list[Document] = []
+        for part in targeted(plan, np.arange(plan.padded_length)[local]):
+            weights = part.weights()
             counted = np.flatnonzero(weights)
-            owners = np.full(len(counted), use.owner)
-            rows = use.rows.start + counted
-            found.append((rows, owners, use.labels[counted], weights[counted]))
+            owners = np.full(len(counted), len(documents))
+            rows = part.rows.start + counted
+            found.append((rows, owners, part.labels[counted], weights[counted]))
+            documents.append(part.document)
         rows, owners, places, weights = map(np.concatenate, zip(*found, strict=True))
-        numbers = np.array([span.document.number for span in plan.spans], dtype=int)
+        numbers = np.array([document.number for document in documents], dtype=int)
         targets = TargetTokens(
-            tuple(span.document for span in plan.spans),
+            tuple(documents),
             torch.from_numpy(owners),
             torch.from_numpy(numbers[owners]),
             torch.from_numpy(places),

@@ -490,7 +490,34 @@ def _runs_together(m: MicroBatchPlan) -> tuple[Any, ...] | None:
     return (m.replicas, m.spans[:1] and m.spans[0].document) if m.replicas else None
 
 
+def _check_tree(chain: Sequence[MicroBatchPlan], where: str) -> None:
+    """Holds a chain against the trees that its micro-batches name: all rows of each, in order."""
+    name, reached = -1, 0
+    for m in chain:
+        tree = m.sharing.tree
+        if tree is None and m.slice is None and not reached:
+            continue
+        if tree is None or tree.start != reached or (reached and tree.name != name):
+            raise PlanError(
+                f"{where}: micro-batch {m.index} runs {tree or 'no tree'}, where its chain has "
+                f"come to row {reached} of tree {name}; a chain runs all rows of a tree in order"
+            )
+        if m.replicas or m.divided:
+            raise PlanError(
+                f"{where}: micro-batch {m.index} of tree {tree.name} runs on several replicas, or "
+                "divides keys and values, which no tree can; plan it for one replica"
+            )
+        name, reached = tree.name, (tree.start + m.length) % tree.length
+    if reached:
+        raise PlanError(
+            f"{where}: the chain up to micro-batch {chain[-1].index} ends at row {reached} of tree "
+            f"{name}; a chain runs all rows of a tree in order"
+        )
+
+
 def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:
+    if any(m.sharing.tree for m in chain):
+        return _check_tree(chain, where)
     for m in chain:
         for span in m.spans[1:]:
             if span.is_slice:

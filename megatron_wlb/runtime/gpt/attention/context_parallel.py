@@ -35,7 +35,7 @@ from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.gpt.attention.divided import DividedSlice
 from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel
 from megatron_wlb.runtime.gpt.attention.key_exchange import (
     ContextParallel,
     Expand,
@@ -49,9 +49,8 @@ from megatron_wlb.runtime.gpt.attention.key_exchange import (
     regain,
 )
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
-    KernelCall,
     LayerSlice,
-    PrefixCall,
+    SliceCall,
 )
 
 
@@ -61,13 +60,13 @@ class _Heads:
 
     pair: torch.Tensor
     """``[Tk, 2, G/g, D]``: key and value of ``rest`` are its :func:`halves`."""
-    own: list[KernelCall | PrefixCall] = field(default_factory=list)
+    own: list[SliceCall] = field(default_factory=list)
     """Calls for the slice's chunks."""
     rest: KernelCall | JoinedCall | None = None
     """The call for all other tokens, if there are any."""
 
     @property
-    def calls(self) -> list[KernelCall | PrefixCall | JoinedCall]:
+    def calls(self) -> list[SliceCall | JoinedCall]:
         return [*self.own, *([] if self.rest is None else [self.rest])]
 
     @property

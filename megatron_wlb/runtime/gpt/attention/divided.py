@@ -29,9 +29,8 @@ from megatron_wlb.runtime.gpt.attention.key_exchange import (
 )
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     Buffer,
-    KernelCall,
     LayerSlice,
-    PrefixCall,
+    SliceCall,
 )
 
 
@@ -153,9 +152,7 @@ class DividedSlice(LayerSlice):
         self._rows.keep(opened, tensor)
         self._opened.append(opened)
 
-    def attend(
-        self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool
-    ) -> list[KernelCall | PrefixCall]:
+    def attend(self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool) -> list[SliceCall]:
         calls = super().attend(self._opened[-1], query, keep=keep)
         if not (keep and self.parallel.keep_gathered):
             free(self._opened[-1])
@@ -168,7 +165,7 @@ class DividedSlice(LayerSlice):
         return buffer, sums
 
     def differentiate(
-        self, calls: Sequence[KernelCall | PrefixCall], grad_out: torch.Tensor, grad: torch.Tensor
+        self, calls: Sequence[SliceCall], grad_out: torch.Tensor, grad: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         opened = self._opened.pop(0)
         if not self.parallel.keep_gathered:

@@ -79,7 +79,8 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
         gather: KeyGather | None = None,
         cut: KVSlice | None = None,
     ) -> PlanSeqParams:
-        known = [*(cut.chunks if cut else ()), *([segments] if segments else ())]
+        of_cut = () if cut is None else (cut.rows.own,) if cut.rows else cut.chunks
+        known = [*of_cut, *([segments] if segments else ())]
         num_positions = int(positions.max()) + 1  # on the host: a GPU would have to be waited for
         return cls(
             qkv_format="sbhd",

@@ -1,30 +1,34 @@
-"""Attention of documents that share rows of a micro-batch: each sees its own, and those above.
+"""Attention of documents that share rows: each sees its own, and those above it.
 
-A branch (:attr:`.MicroBatchPlan.parents`) attends to the rows of its path that others run, and to
-its own. A kernel that tells log-sum-exps attends to each run of rows above in one call of all
-queries that see it, and to each segment's own in another; the calls are joined. So a prefix is read
-once for all that share it, and nothing is copied. Any other kernel, and layers of a sliding window,
-get the keys of each path one behind another: a copy of the prefix for each branch. Over
-context-parallel ranks keys are gathered by their rows anyhow
-(:func:`megatron_wlb.plan.sharding.rank_layout`).
+A document that shares (:attr:`.Sharing.above`) attends to the rows of its path that others
+run, and to its own. They are rows of the micro-batch; or of a tree that runs in several, whose keys
+and values have one buffer in each layer
+(:mod:`megatron_wlb.runtime.gpt.attention.slice_attention`).
+
+A kernel that tells log-sum-exps attends to each run of rows above in one call of all queries that
+see it, and to each segment's own in another; the calls are joined. So a prefix is read once for all
+that share it, and nothing is copied. Any other kernel, and layers of a sliding window, get the keys
+of each path one behind another: a copy of the prefix for each. Over context-parallel ranks keys are
+gathered by their rows anyhow (:func:`megatron_wlb.plan.sharding.rank_layout`).
 
 Gradients of shared keys and values are summed in at least fp32.
 
-Legend: ``T`` tokens of the micro-batch, ``Tk`` keys of all paths, ``H`` query heads, ``G``
-key/value heads, ``D`` head dimension.
+Legend: ``T`` tokens of the micro-batch, ``H`` query heads, ``G`` key/value heads, ``D`` head
+dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from megatron_wlb.plan import Rows
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel, join
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,6 +37,7 @@ class RowsAbove:
 
     keys: slice
     queries: tuple[slice, ...]
+    """By their numbers."""
     segments: Segments
     """All queries, which see all keys."""
 
@@ -41,6 +46,8 @@ class RowsAbove:
 class SharedRows:
     """What a micro-batch's segments share; made once, and used by every layer."""
 
+    start: int
+    """The row of the first query."""
     own: Segments
     """Each segment to itself."""
     above: tuple[RowsAbove, ...]
@@ -53,40 +60,154 @@ class SharedRows:
     def of(
         cls,
         lengths: Sequence[int],
-        above: Sequence[Sequence[slice]],
+        above: Sequence[Sequence[Rows]],
         device: torch.device | str,
         reach_tokens: int | None = None,
+        start: int = 0,
     ) -> SharedRows:
-        """``lengths`` are those of all segments, padding too; ``above`` the rows before each."""
-        sharing: dict[tuple[int, int], list[slice]] = {}
+        """``lengths`` are those of all segments, padding too, the first at row ``start``; ``above``
+        are the rows before each.
+        """
+        sharing: dict[Rows, list[slice]] = {}
         keys: list[slice] = []
         num_keys: list[int] = []
-        for number, (start, stop) in enumerate(pairwise([0, *accumulate(lengths)])):
-            runs = [*(above[number] if number < len(above) else ()), slice(start, stop)]
-            for run in runs[:-1]:
-                sharing.setdefault((run.start, run.stop), []).append(runs[-1])
+        for number, (first, last) in enumerate(pairwise([0, *accumulate(lengths)])):
+            before = above[number] if number < len(above) else ()
+            for rows in before:
+                sharing.setdefault(rows, []).append(slice(first, last))
+            runs = [*(slice(*rows) for rows in before), slice(start + first, start + last)]
             if reach_tokens is not None:
-                runs = _last(runs, stop - start + reach_tokens - 1)
+                runs = _last(runs, last - first + reach_tokens - 1)
             num_keys.append(sum(run.stop - run.start for run in runs))
             for run in runs:
                 if keys and keys[-1].stop == run.start:
                     run = slice(keys.pop().start, run.stop)
                 keys.append(run)
         return cls(
+            start,
             Segments.of(lengths, device=device, reach_tokens=reach_tokens),
             tuple(
                 RowsAbove(
-                    slice(*run),
+                    slice(*rows),
                     tuple(queries),
-                    Segments.of_unlike(
-                        [sum(q.stop - q.start for q in queries)], [run[1] - run[0]], device
-                    ),
+                    Segments.of_unlike([sum(map(_size, queries))], [_size(slice(*rows))], device),
                 )
-                for run, queries in sharing.items()
+                for rows, queries in sharing.items()
             ),
             Segments.of(lengths, num_keys, device, reach_tokens),
             tuple(keys),
         )
+
+
+Halves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, ``[rows, G, D]`` each."""
+
+
+class SharedCall:
+    """Queries to the rows that they see of shared keys and values: as many kernel calls as there
+    are unlike runs, and one; or one of copied rows.
+    """
+
+    def __init__(self, shared: SharedRows, out: torch.Tensor) -> None:
+        self.shared, self.out = shared, out
+
+    @staticmethod
+    def of(
+        kernel: VarlenKernel,
+        shared: SharedRows,
+        query: torch.Tensor,
+        halves: Halves,
+        scale: float,
+        keep: bool,
+    ) -> SharedCall:
+        """``query`` ``[q, H, D]``; ``halves`` are keys and values of all rows. With ``keep``, and
+        gradients enabled, it can be differentiated.
+        """
+        if isinstance(kernel, LseKernel) and shared.own.reach_tokens is None:
+            return _JoinedRows(kernel, shared, query, halves, scale)
+        key, value = (torch.cat([half[run] for run in shared.keys]) for half in halves)
+        call = KernelCall.of(kernel, query, key, value, shared.paths, scale, keep)
+        return _CopiedRows(call, shared)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, but keys and values."""
+        raise NotImplementedError
+
+    def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradients of the queries. Those of keys and values are added to ``sums``."""
+        raise NotImplementedError
+
+
+class _JoinedRows(SharedCall):
+    def __init__(
+        self,
+        kernel: LseKernel,
+        shared: SharedRows,
+        query: torch.Tensor,
+        halves: Halves,
+        scale: float,
+    ) -> None:
+        self.kernel, self.scale, self.halves, self.query = kernel, scale, halves, query.detach()
+        key, value = self._seen(slice(shared.start, shared.start + len(query)))
+        out, self.lse = kernel.forward(self.query, key, value, shared.own, scale, causal=True)
+        super().__init__(shared, out)
+        for rows in shared.above:
+            key, value = self._seen(rows.keys)
+            part, part_lse = kernel.forward(
+                _taken(self.query, rows.queries), key, value, rows.segments, scale, causal=False
+            )
+            for queries, these in _places(rows.queries):
+                lse = self.lse[:, queries].t()
+                join(out[queries], lse, part[these], part_lse[:, these].t())
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        return self.query, self.out, self.lse
+
+    def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
+        shared, lse = self.shared, self.lse
+        own_rows = slice(shared.start, shared.start + len(grad))
+        key, value = self._seen(own_rows)
+        own, *grads = self.kernel.backward(
+            grad, self.query, key, value, self.out, lse, shared.own, self.scale, causal=True
+        )
+        grad_query = own.to(torch.promote_types(own.dtype, torch.float32))
+        for total, half in zip(sums, grads, strict=True):
+            total[own_rows] += half
+        for rows in shared.above:
+            key, value = self._seen(rows.keys)
+            given, query, out = (_taken(t, rows.queries) for t in (grad, self.query, self.out))
+            lse = _taken(self.lse.t(), rows.queries).t().contiguous()
+            part, *grads = self.kernel.backward(
+                given, query, key, value, out, lse, rows.segments, self.scale, causal=False
+            )
+            for queries, these in _places(rows.queries):
+                grad_query[queries] += part[these]
+            for total, half in zip(sums, grads, strict=True):
+                total[rows.keys] += half
+        return grad_query.to(self.query.dtype)
+
+    def _seen(self, rows: slice) -> Halves:
+        key, value = self.halves
+        return key[rows], value[rows]
+
+
+class _CopiedRows(SharedCall):
+    def __init__(self, call: KernelCall, shared: SharedRows) -> None:
+        super().__init__(shared, call.out)
+        self._call = call
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        return *self._call.inputs, self._call.out
+
+    def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
+        grad_query, *grads = self._call.backward(grad)
+        for total, copied in zip(sums, grads, strict=True):
+            for run, these in _places(self.shared.keys):
+                total[run] += copied[these]
+        return grad_query
 
 
 def shared_attention(
@@ -98,16 +219,12 @@ def shared_attention(
     scale: float,
 ) -> torch.Tensor:
     """``[T, H, D], [T, G, D], [T, G, Dv] -> [T, H, Dv]``, with all tokens on this rank."""
-    joined: Any = _JoinedRows.apply
-    copied: Any = _CopiedRows.apply
-    if isinstance(kernel, LseKernel) and shared.own.reach_tokens is None:
-        out: torch.Tensor = joined(query, key, value, shared, kernel, scale)
-        return out
-    key, value = (copied(half, shared.keys) for half in (key, value))
-    return kernel(query, key, value, shared.paths, scale)
+    apply: Any = _SharedAttention.apply
+    out: torch.Tensor = apply(query, key, value, shared, kernel, scale, torch.is_grad_enabled())
+    return out
 
 
-class _JoinedRows(torch.autograd.Function):
+class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -115,61 +232,38 @@ class _JoinedRows(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         shared: SharedRows,
-        kernel: LseKernel,
+        kernel: VarlenKernel,
         scale: float,
+        keep: bool,
     ) -> torch.Tensor:
-        out, lse = kernel.forward(query, key, value, shared.own, scale, causal=True)
-        for rows in shared.above:
-            own = _taken(query, rows.queries)
-            halves = key[rows.keys], value[rows.keys]
-            part, part_lse = kernel.forward(own, *halves, rows.segments, scale, causal=False)
-            at = 0
-            for queries in rows.queries:
-                these = slice(at, at := at + queries.stop - queries.start)
-                join(out[queries], lse[:, queries].t(), part[these], part_lse[:, these].t())
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.rest = shared, kernel, scale
+        ctx.save_for_backward(key, value)
+        with torch.set_grad_enabled(keep):
+            halves = key.detach(), value.detach()
+            ctx.call = SharedCall.of(kernel, shared, query, halves, scale, keep)
+        out: torch.Tensor = ctx.call.out.detach()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        shared, kernel, scale = ctx.rest
-        grads = kernel.backward(grad, query, key, value, out, lse, shared.own, scale, causal=True)
-        exact = torch.promote_types(key.dtype, torch.float32)
-        d_query, d_key, d_value = (part.to(exact) for part in grads)
-        for rows in shared.above:
-            taken = (_taken(t, rows.queries) for t in (grad, query))
-            joint = _taken(out, rows.queries), _taken(lse.t(), rows.queries).t().contiguous()
-            own, *halves = kernel.backward(
-                *taken, key[rows.keys], value[rows.keys], *joint, rows.segments, scale, causal=False
-            )
-            at = 0
-            for queries in rows.queries:
-                d_query[queries] += own[at : (at := at + queries.stop - queries.start)]
-            for total, half in zip((d_key, d_value), halves, strict=True):
-                total[rows.keys] += half
-        dtypes = query.dtype, key.dtype, value.dtype
-        pairs = zip((d_query, d_key, d_value), dtypes, strict=True)
-        return *(total.to(dtype) for total, dtype in pairs), None, None, None
+        call, ctx.call = ctx.call, None
+        halves = ctx.saved_tensors
+        exact = [torch.promote_types(half.dtype, torch.float32) for half in halves]
+        sums = [torch.zeros_like(h, dtype=e) for h, e in zip(halves, exact, strict=True)]
+        grad_query = call.backward(grad, sums)
+        pairs = zip(sums, halves, strict=True)
+        grads = [total.to(half.dtype) for total, half in pairs]
+        return grad_query, *grads, None, None, None, None
 
 
-class _CopiedRows(torch.autograd.Function):
-    """``[T, G, D] -> [Tk, G, D]``: runs of rows one behind another."""
+def _size(run: slice) -> int:
+    return int(run.stop - run.start)
 
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, runs: tuple[slice, ...]) -> torch.Tensor:
-        ctx.runs, ctx.num_rows = runs, len(rows)
-        return torch.cat([rows[run] for run in runs])
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        exact = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=exact)
-        at = 0
-        for run in ctx.runs:
-            total[run] += grad[at : (at := at + run.stop - run.start)]
-        return total.to(grad.dtype), None
+def _places(runs: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """Each run, and where it is where they lie one behind another."""
+    at = 0
+    for run in runs:
+        yield run, slice(at, at := at + _size(run))
 
 
 def _taken(tensor: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:

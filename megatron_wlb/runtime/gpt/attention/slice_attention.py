@@ -26,17 +26,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.cost.attention_latency import TILE, key_parts
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import Span
+from megatron_wlb.plan import MicroBatchPlan
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.kernel import LseKernel, join
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel, join
 from megatron_wlb.runtime.gpt.attention.key_exchange import UnderWay, halves
+from megatron_wlb.runtime.gpt.attention.shared_rows import SharedCall, SharedRows
 
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
@@ -124,10 +125,18 @@ class SliceStore:
             self.ahead[1].wait()
             self.ahead = None
 
-    def slice(self, span: Span, divided: bool = False) -> KVSlice:
-        """The handle of a slice whose queries are not laid out yet."""
+    def part(self, plan: MicroBatchPlan) -> KVSlice | None:
+        """The handle of a micro-batch's slice whose queries are not laid out yet, if it has one; or
+        of its part of a tree, whose rows have one buffer, as those of a document.
+        """
+        if (tree := plan.sharing.tree) is not None:
+            of = (tree.name, 0), tree.start, tree.start + plan.length, tree.length
+            return KVSlice(self, *of, of_tree=True)
+        if (span := plan.slice) is None:
+            return None
         document = span.document
-        return KVSlice(self, document.key, span.start, span.stop, document.length, divided=divided)
+        of = document.key, span.start, span.stop, document.length
+        return KVSlice(self, *of, divided=plan.divided)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,6 +162,10 @@ class KVSlice:
     """Whether context-parallel ranks divide the document's keys and values."""
     first_row: int = 0
     """The first row that any query sees, on whichever rank."""
+    of_tree: bool = False
+    """Whether it is a part of a tree, whose queries do not see all rows before their own."""
+    rows: SharedRows | None = None
+    """What they see then."""
     _in_parts: dict[int, Segments] = field(default_factory=dict)
 
     def before_in(self, parts: int) -> Segments:
@@ -178,6 +191,8 @@ class KVSlice:
 
     @property
     def num_queries(self) -> int:
+        if self.rows is not None:
+            return sum(self.rows.own.lengths_q)
         return sum(chunk.max_q for chunk in self.chunks)
 
     @property
@@ -188,37 +203,6 @@ class KVSlice:
             slice(start, start + chunk.max_k)
             for start, chunk in zip(starts, self.chunks, strict=True)
         ]
-
-
-class KernelCall(NamedTuple):
-    """A call of a kernel between forward and backward, with a graph of its own."""
-
-    inputs: tuple[torch.Tensor, ...]
-    out: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        kernel: VarlenKernel,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        keep: bool,
-    ) -> KernelCall:
-        """Runs the kernel; with ``keep``, and gradients enabled, it can be differentiated."""
-        query, key, value = (t.detach().requires_grad_(keep) for t in (query, key, value))
-        return cls((query, key, value), kernel(query, key, value, segments, scale))
-
-    @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """What is kept for the backward, besides what a graph of its own keeps."""
-        return self.inputs[0], self.out
-
-    def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gradients of query, key and value."""
-        return torch.autograd.grad(self.out, self.inputs, grad)
 
 
 class PrefixCall:
@@ -290,6 +274,9 @@ class PrefixCall:
 
     def _before(self, halves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [half[: self.cut.start] for half in halves]
+
+
+SliceCall: TypeAlias = KernelCall | PrefixCall | SharedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,12 +358,13 @@ class LayerSlice:
             return False
         return len(self.slice.chunks) >= self.joined_from and isinstance(self.kernel, LseKernel)
 
-    def attend(
-        self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool
-    ) -> list[KernelCall | PrefixCall]:
+    def attend(self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool) -> list[SliceCall]:
         """Each chunk's queries to the buffer's rows that it sees: ``[q, H, D]`` each, or those of
         all chunks.
         """
+        if self.slice.rows is not None:
+            halves = self.halves(pair)
+            return [SharedCall.of(self.kernel, self.slice.rows, query, halves, self.scale, keep)]
         if self._is_joined:
             kernel = cast(LseKernel, self.kernel)
             return [PrefixCall(kernel, self.slice, query, self.halves(pair), self.scale)]
@@ -411,15 +399,19 @@ class LayerSlice:
         return buffer, buffer.grad
 
     def differentiate(
-        self, calls: Sequence[KernelCall | PrefixCall], grad_out: torch.Tensor, grad: torch.Tensor
+        self,
+        calls: Sequence[SliceCall],
+        grad_out: torch.Tensor,
+        grad: torch.Tensor,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Gradients of each call's queries; those of keys and values are added to ``grad``. Also
         those of the slice's own rows, which are complete with that.
         """
         grads_query = []
         parts = torch.split(grad_out, [len(call.out) for call in calls])
-        for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=False):
-            if isinstance(call, PrefixCall):
+        every = self.slice.key_rows or [slice(0, self.slice.stop)]
+        for call, part, rows in zip(calls, parts, every, strict=False):
+            if not isinstance(call, KernelCall):
                 grads_query.append(call.backward(part, self.halves(grad)))
                 continue
             grad_query, *own = call.backward(part)

@@ -12,9 +12,9 @@ from helpers.workload import make_trees
 
 import megatron_wlb as wlb
 from megatron_wlb.cost.step_costs import StageCosts
-from megatron_wlb.errors import ConfigError, PackingError, PlanError
-from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.planning.balance.trees import SharedPrefixes
+from megatron_wlb.errors import ConfigError, PackingError
+from megatron_wlb.plan import MicroBatchPlan, Sharing, StepPlan
+from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
 from megatron_wlb.planning.from_config import check_shared
 from megatron_wlb.settings.command_line import parse
 
@@ -73,13 +73,14 @@ def test_short_runs_are_no_branches() -> None:
 def test_each_path_is_its_sample(step: int, ahead: int) -> None:
     samples = samples_of(step)
     prefixes = SharedPrefixes.found(samples, least=1)
-    spans, parents = prefixes.spans(range(len(samples)), list(map(len, samples)), ahead)
-    plan = MicroBatchPlan(0, tuple(spans), 1024, 1.0, parents=parents)
+    paths = prefixes.paths(range(len(samples)), list(map(len, samples)), ahead)
+    spans, above, uses = part_of(paths, 0, sum(path.document.length for path in paths))
+    plan = MicroBatchPlan(0, tuple(spans), 1024, 1.0, sharing=Sharing(above, uses))
     rows = np.concatenate([samples[s.document.number][s.document.offset :] for s in spans])
     owners = [samples[s.document.number] for s in spans for _ in range(s.length)]
     first = 0
-    for span, above, place in zip(spans, plan.above, plan.places, strict=True):
-        shared = np.concatenate([np.arange(run.start, run.stop) for run in (*above, slice(0, 0))])
+    for span, runs, place in zip(spans, above, plan.places, strict=True):
+        shared = np.concatenate([np.arange(*run) for run in (*runs, (0, 0))])
         own = np.arange(first, first := first + span.length)
         sample = samples[span.document.number]
         assert rows[np.concatenate([shared, own])].tolist() == sample.tolist()
@@ -88,21 +89,8 @@ def test_each_path_is_its_sample(step: int, ahead: int) -> None:
             ahead_of = slice(at, at + 2 + ahead)
             assert owners[row][ahead_of].tolist() == sample[ahead_of].tolist()
             assert at + 1 + ahead < len(sample)
-    assert sum(plan.shared) > 100
+    assert sum(before for before, _ in plan.sharing.branches(spans)) > 100
     assert plan.num_targets == sum(len(sample) - 1 for sample in samples)
-
-
-def test_branches_are_refused_that_no_parent_has() -> None:
-    def plan(offset: int, parent: int) -> MicroBatchPlan:
-        first = Document(0, 0, 0, 8, True, 0, 0, 0)
-        second = Document(0, 1, offset, 4, True, 0, 1, 0)
-        spans = Span(first, 0, 8), Span(second, 0, 4)
-        return MicroBatchPlan(3, spans, 12, 1.0, parents=(-1, parent))
-
-    assert plan(8, 0).above == ((), (slice(0, 8),))
-    for wrong in (plan(9, 0), plan(4, 1)):
-        with pytest.raises(PlanError, match=r"micro-batch 3: document 1 branches off at token"):
-            _ = wrong.above
 
 
 def test_given_branches_are_what_is_found() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -190,6 +190,37 @@ class _Attention(torch.autograd.Function):
         segments, scale, kernel = ctx.rest
         gradients = kernel.backward(grad, *ctx.saved_tensors, segments, scale, causal=True)
         return *gradients, None, None, None
+
+
+class KernelCall(NamedTuple):
+    """A call of a kernel between forward and backward, with a graph of its own."""
+
+    inputs: tuple[torch.Tensor, ...]
+    out: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        kernel: VarlenKernel,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        keep: bool,
+    ) -> KernelCall:
+        """Runs the kernel; with ``keep``, and gradients enabled, it can be differentiated."""
+        query, key, value = (t.detach().requires_grad_(keep) for t in (query, key, value))
+        return cls((query, key, value), kernel(query, key, value, segments, scale))
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for the backward, besides what a graph of its own keeps."""
+        return self.inputs[0], self.out
+
+    def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of query, key and value."""
+        return torch.autograd.grad(self.out, self.inputs, grad)
 
 
 def join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
