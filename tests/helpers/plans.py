@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
-from megatron_wlb.plan import Document, MicroBatchPlan, Sharing, Span, StepPlan, TreePart
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan, TreePart
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, part_of
 from megatron_wlb.settings.config import Config
@@ -278,7 +278,7 @@ def _of_paths(
 ) -> MicroBatchPlan:
     """What runs some rows, of the workload's documents."""
     stop = sum(path.document.length for path in paths) if stop is None else stop
-    spans, above, uses = part_of(paths, start, stop)
+    spans, sharing = part_of(paths, start, stop)
 
     def known(document: Document) -> Document:
         own, offset = documents[document.number], document.offset
@@ -292,7 +292,8 @@ def _of_paths(
         padded,
         1.0,
         SHARDINGS[config.wlb.wlb_cp_sharding],
-        sharing=Sharing(
-            above, tuple(use._replace(document=known(use.document)) for use in uses), tree
+        sharing=sharing._replace(
+            uses=tuple(use._replace(document=known(use.document)) for use in sharing.uses),
+            tree=tree,
         ),
     )

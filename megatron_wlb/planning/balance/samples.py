@@ -30,7 +30,13 @@ from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replic
 from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.balance.numbers import NumberChooser
 from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
-from megatron_wlb.planning.balance.trees import SharedPrefixes, plan_shared
+from megatron_wlb.planning.balance.shared_plan import (
+    SharedPlan,
+    SharedStep,
+    plan_inside,
+    plan_trees,
+)
+from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.slim import SlimPacker
 from megatron_wlb.planning.planner import hosting_bytes
@@ -67,10 +73,9 @@ def plan_step(
     So many neighbouring replicas as are ``alike`` meet in each pass. So many layers predict further
     ``ahead``. Raises :class:`ConfigError` and :class:`PackingError` as there.
     """
-    if shared is not None and (slices or groups is not None):
+    if shared is not None and groups is not None:
         raise ConfigError(
-            f"shared prefixes and {'slices' if slices else 'groups'} of samples do not go together;"
-            " leave one of them out"
+            "shared prefixes and groups of samples do not go together; leave one of them out"
         )
     group_of: list[int] | None = None
     if groups is not None:
@@ -85,9 +90,7 @@ def plan_step(
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     longest, limit = max(range(len(lengths)), key=lengths.__getitem__), "max_tokens"
     if memory is not None and not slices:
-        fitting = memory.model.max_tokens(
-            memory.limit_bytes, IN_FLIGHT * layout.pp_size, multiple=multiple
-        )
+        fitting = _fitting(memory, layout)
         if fitting < max_tokens:
             max_tokens, limit = fitting, f"what fits {memory.limit_bytes / GIB:g} GiB,"
     if not slices and lengths[longest] > max_tokens - max_tokens % multiple:
@@ -97,8 +100,9 @@ def plan_step(
         )
     if slices:
         plan = slice_samples(
-            lengths, max_tokens, cost, costs, layout, number=number, memory=memory, alike=alike
-        )
+            lengths, max_tokens, cost, costs, layout,
+            number=number, memory=memory, alike=alike, shared=shared, ahead=ahead,
+        )  # fmt: skip
     else:
         plan = plan_samples(
             lengths, max_tokens, costs, layout,
@@ -160,7 +164,8 @@ def plan_samples(
             ways.append(_timed(step, replica, chooser.deal(step, number)))
     fitting = [way for way in ways if way is not None]
     if shared is not None and any(shared.common):
-        packed = plan_shared(lengths, shared, replica, layout.dp_size, number=number, ahead=ahead)
+        step_shared = SharedStep(shared, lengths, replica, ahead)
+        packed = plan_inside(step_shared, layout.dp_size, number)
         if packed is not None and packed.us < min([us for us, _ in fitting], default=math.inf):
             return plan_of("samples", packed.units, replica)
     if not fitting:
@@ -186,8 +191,11 @@ def slice_samples(
     number: int | None = None,
     memory: MemoryLimit | None = None,
     alike: int = 1,
+    shared: SharedPrefixes | None = None,
+    ahead: int = 0,
 ) -> StepPlan:
-    """Plans a step of slices of samples, as :func:`plan_step` says.
+    """Plans a step of slices of samples, as :func:`plan_step` says; or of whole ones, or trees of
+    them, that share what they begin with, whichever is fastest.
 
     Raises :class:`ConfigError` where they do not fit ``memory``.
     """
@@ -204,6 +212,19 @@ def slice_samples(
         worst=worst,
     )
     units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)
+    if shared is not None and any(shared.common):
+        groups = [units[at : at + alike] for at in range(0, len(units), alike)]
+        sliced_us = max(map(slicer.pipeline.simulated_us, groups))
+        ways = [_inside(lengths, max_tokens, costs, layout, number, memory, shared, ahead)]
+        if alike == layout.cp_size == 1:  # Ranks have a tree's rows each for itself.
+            step = SharedStep(shared, lengths, replica, ahead)
+            ways.append(plan_trees(step, slicer.pipeline, layout.dp_size, number))
+        us, found = min(
+            [(way.us, way.units) for way in ways if way is not None],
+            key=itemgetter(0), default=(math.inf, units),
+        )  # fmt: skip
+        if us < sliced_us:
+            return plan_of("samples", found, replica)
     if memory is not None:
         peaks = [memory.peak_bytes(own) if own.spans else 0.0 for own in units]
         if max(peaks) > memory.limit_bytes:
@@ -213,6 +234,32 @@ def slice_samples(
                 "give a step fewer long samples"
             )
     return plan_of(SlimPacker.name, units, replica)
+
+
+def _inside(
+    lengths: Sequence[int],
+    max_tokens: int,
+    costs: StepCosts,
+    layout: Parallelism,
+    number: int | None,
+    memory: MemoryLimit | None,
+    shared: SharedPrefixes,
+    ahead: int,
+) -> SharedPlan | None:
+    """Samples that share inside micro-batches, of as many tokens as fit memory."""
+    if memory is not None:
+        max_tokens = min(max_tokens, _fitting(memory, layout))
+    if max(lengths) > max_tokens:
+        return None
+    step = SharedStep(shared, lengths, replica_of(costs, layout, max_tokens), ahead)
+    return plan_inside(step, layout.dp_size, number)
+
+
+def _fitting(memory: MemoryLimit, layout: Parallelism) -> int:
+    """The most tokens of a micro-batch of whole samples in such memory."""
+    multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
+    stages = IN_FLIGHT * layout.pp_size
+    return memory.model.max_tokens(memory.limit_bytes, stages, multiple=multiple)
 
 
 def plan_of(packing: str, units: Sequence[Units], replica: ReplicaCosts) -> StepPlan:

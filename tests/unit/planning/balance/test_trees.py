@@ -13,7 +13,7 @@ from helpers.workload import make_trees
 import megatron_wlb as wlb
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.plan import MicroBatchPlan, Sharing, StepPlan
+from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
 from megatron_wlb.planning.from_config import check_shared
 from megatron_wlb.settings.command_line import parse
@@ -74,12 +74,12 @@ def test_each_path_is_its_sample(step: int, ahead: int) -> None:
     samples = samples_of(step)
     prefixes = SharedPrefixes.found(samples, least=1)
     paths = prefixes.paths(range(len(samples)), list(map(len, samples)), ahead)
-    spans, above, uses = part_of(paths, 0, sum(path.document.length for path in paths))
-    plan = MicroBatchPlan(0, tuple(spans), 1024, 1.0, sharing=Sharing(above, uses))
+    spans, sharing = part_of(paths, 0, sum(path.document.length for path in paths))
+    plan = MicroBatchPlan(0, tuple(spans), 1024, 1.0, sharing=sharing)
     rows = np.concatenate([samples[s.document.number][s.document.offset :] for s in spans])
     owners = [samples[s.document.number] for s in spans for _ in range(s.length)]
     first = 0
-    for span, runs, place in zip(spans, above, plan.places, strict=True):
+    for span, runs, place in zip(spans, sharing.above, plan.places, strict=True):
         shared = np.concatenate([np.arange(*run) for run in (*runs, (0, 0))])
         own = np.arange(first, first := first + span.length)
         sample = samples[span.document.number]
