@@ -16,7 +16,15 @@ from unittest import mock
 import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import WORKLOAD, Layout, further, some_of
-from helpers.memory import VOCAB_SIZE, WINDOW_BYTES, MeasuredMemory, built, measure_step
+from helpers.memory import (
+    VOCAB_SIZE,
+    WINDOW_BYTES,
+    MeasuredMemory,
+    built,
+    measure_shared,
+    measure_step,
+    sharing,
+)
 from helpers.plans import sliced_for
 from helpers.ranks import build_runner
 
@@ -26,6 +34,7 @@ from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, Slice, Unit, UnitTable
 from megatron_wlb.planning.from_config import padded_vocab_size, run_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
+from megatron_wlb.simulator.step import unit
 
 TOLERANCE = 0.05
 EXACT = 0.03
@@ -270,6 +279,34 @@ def in_slices(
     ]
     predicted = [max(use.peak for use in own) for own in uses]
     return [(own.activations, most) for own, most in zip(measured, predicted, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "cuts"),
+    [
+        (f"{LLAMA} {PP}", ()),
+        (f"{GROUPED} {PP} {BF16}", ()),
+        (f"{GROUPED} {PP} {BF16}", (90, 200, 290)),
+        (f"{LLAMA} {VPP}", (90, 200, 290)),
+    ],
+)
+def test_predicted_memory_of_samples_that_share_is_what_a_step_holds(
+    gloo: GlooPool, flags: str, cuts: tuple[int, ...]
+) -> None:
+    config = settings(flags, 4)
+    answers = [60, 25, 40, 8, 70]
+    measured = gloo.run(2, measure_shared, config, answers, cuts, PADDING)
+    model = run_of(config, padded_vocab_size(config, VOCAB_SIZE), 1).memory
+    micro_batches, chains, _ = sharing(answers, cuts, PADDING)
+    for rank, found in enumerate(measured):
+        if not cuts:
+            predicted = model.activation_peak_bytes(rank, [micro_batches[0].padded_length])
+        else:
+            actions = sliced(2, chains, config.parallel.vpp_size)[rank]
+            units = UnitTable.of(map(unit, micro_batches))
+            uses = model.program_bytes(rank, actions, units, 0.0)
+            predicted = max(use.peak for use in uses)
+        assert predicted == pytest.approx(found.activations, rel=TOLERANCE)
 
 
 def bytes_of_states(config: Config) -> list[int]:

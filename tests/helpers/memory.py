@@ -14,14 +14,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from helpers.plans import scatter_for
 from helpers.ranks import build_runner, build_trainer
-from helpers.workload import make_workload
+from helpers.workload import Workload, make_workload
 from megatron_wlb.cost.slices import HOST, LAYERS, NOTHING, Recomputed
-from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan, TreePart
 from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
 from megatron_wlb.settings.config import Config
 
 WINDOW_BYTES = 300_000.0
 """Of each window, where micro-batches wait in the host's memory."""
+PROMPT = 140
+"""Tokens that samples share."""
 VOCAB_SIZE = 500
 """Vocabulary of the documents in :func:`measure_step`."""
 
@@ -96,13 +99,54 @@ def measure_step(
                     divided=divided and spans[0].is_slice,
                 )
             )
+    return measure(config, workload, micro_batches, chains, WINDOW_BYTES if what == HOST else 0.0)
+
+
+def measure_shared(
+    config: Config, answers: Sequence[int], cuts: Sequence[int], pad: int
+) -> MeasuredMemory:
+    """The same of samples that share a prompt, inside a micro-batch or cut at such rows."""
+    micro_batches, chains, workload = sharing(answers, cuts, pad)
+    return measure(config, workload, micro_batches, chains, 0.0)
+
+
+def sharing(
+    answers: Sequence[int], cuts: Sequence[int], pad: int
+) -> tuple[list[MicroBatchPlan], tuple[int, ...], Workload]:
+    """Micro-batches, chains, and samples that share a prompt of :data:`PROMPT` tokens."""
+    workload = make_workload([[PROMPT + answer for answer in answers]], vocab_size=VOCAB_SIZE)
+    stored = workload.corpus.stored
+    for sample in stored[1:]:
+        sample[:PROMPT] = stored[0][:PROMPT]
+    lengths = list(map(len, stored))
+    branches = [None, *[(0, PROMPT)] * (len(stored) - 1)]
+    paths = SharedPrefixes.given(branches, lengths).paths(range(len(stored)), lengths, 0)
+    num_rows = paths[-1].first + paths[-1].document.length
+    made = []
+    for start, stop in itertools.pairwise([0, *cuts, num_rows]):
+        spans, shared = part_of(paths, start, stop)
+        tree = TreePart(0, start, num_rows) if cuts else None
+        shared = shared._replace(tree=tree)
+        plan = MicroBatchPlan(len(made), tuple(spans), stop - start + pad, 1.0, sharing=shared)
+        made.append(plan)
+    return made, (len(made),) if cuts else (), workload
+
+
+def measure(
+    config: Config,
+    workload: Workload,
+    micro_batches: Sequence[MicroBatchPlan],
+    chains: Sequence[int],
+    window_bytes: float,
+) -> MeasuredMemory:
+    """Measures the second of two steps, the same on all data-parallel ranks."""
     with LiveBytes() as live, _without_slabs(live):
         trainer = build_trainer(config, workload)
         runner = trainer.runner
         dp_size = runner.model.groups.dp.size()
         of_ranks = (tuple(chains),) * dp_size if chains else ()
         plan = StepPlan(0, "given", (tuple(micro_batches),) * dp_size, 0, 0, of_ranks)
-        plan = dataclasses.replace(plan, window_bytes=WINDOW_BYTES if what == HOST else 0.0)
+        plan = dataclasses.replace(plan, window_bytes=window_bytes)
         chunks = runner.model.chunks
         optimizer = trainer.optimizer
         parameters = [p for chunk in chunks for p in chunk.parameters()]

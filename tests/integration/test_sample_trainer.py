@@ -62,11 +62,14 @@ def train_alike(flags: list[str], *, shared: bool) -> int:
     loss, norm = trainer.step(batches[shared], lambda log_probs, _: -log_probs)
     if trainer.model.groups.dp.rank() == 0 and trainer.model.groups.pp.rank() == 0:
         numbers = [batch.plan.num_tokens for batch in batches]
-        sys.stdout.write(f"tokens {numbers}, loss {loss:.5f}, norm {norm:.4f}\n")
+        trees = {m.sharing.tree.name for m in batches[1].plan if m.sharing.tree}
+        sys.stdout.write(f"tokens {numbers}, loss {loss:.5f}, norm {norm:.4f}, ")
+        sys.stdout.write(f"trees {len(trees)}\n")
     trainer.close()
     return 0
 
 
+TREES = {"wlb_packing": "slim", "wlb_max_tokens": 128, "wlb_cost": "analytic"}
 LONG = {"wlb_max_tokens": 400, "max_position_embeddings": 128}
 
 
@@ -77,8 +80,15 @@ LONG = {"wlb_max_tokens": 400, "max_position_embeddings": 128}
         (2, {"pipeline_model_parallel_size": 2}),
         (4, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
         (2, {"multi_latent_attention": True, "kv_lora_rank": 8, "position_embedding_type": "rope"}),
+        (2, TREES | {"pipeline_model_parallel_size": 2}),
+        (
+            2,
+            TREES
+            | {"pipeline_model_parallel_size": 2, "num_layers": 4, "wlb_memory_gib": 0.1}
+            | {"num_virtual_stages_per_pipeline_rank": 2},
+        ),
     ],
-    ids=["one process", "PP", "CP, EP", "latents"],
+    ids=["one process", "PP", "CP, EP", "latents", "trees", "trees, VPP"],
 )
 def test_samples_that_share_train_what_whole_ones_do(
     tmp_path: Path, ranks: int, layout: dict
@@ -91,6 +101,7 @@ def test_samples_that_share_train_what_whole_ones_do(
     assert said[0] == said[1]
     whole, less = json.loads(said[0].split("tokens ")[1].split(", loss")[0])
     assert less < 0.5 * whole
+    assert ("trees 2" in said[1]) == ("wlb_packing" in layout)
 
 
 @pytest.mark.parametrize(

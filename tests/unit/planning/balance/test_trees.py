@@ -16,6 +16,7 @@ from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
 from megatron_wlb.planning.from_config import check_shared
+from megatron_wlb.runtime.stepping.step import check_chains
 from megatron_wlb.settings.command_line import parse
 
 Tokens = npt.NDArray[np.int64]
@@ -120,10 +121,9 @@ def test_wrong_branches_are_refused(shared: list, said: str) -> None:
         wlb.plan_batch([8, 8], max_tokens=64, shared=shared)
 
 
-def test_slices_and_groups_do_not_share() -> None:
-    for named in ({"slices": True}, {"groups": [0, 0]}):
-        with pytest.raises(ConfigError, match=r"shared prefixes and .* do not go together"):
-            wlb.plan_batch([8, 8], max_tokens=64, shared=[None, (0, 4)], **named)
+def test_groups_do_not_share() -> None:
+    with pytest.raises(ConfigError, match="shared prefixes and groups of samples do not go"):
+        wlb.plan_batch([8, 8], max_tokens=64, shared=[None, (0, 4)], groups=[0, 0])
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,51 @@ def test_samples_that_share_nothing_are_planned_as_ever() -> None:
     random = np.random.default_rng(0)
     samples = [random.integers(0, 1000, n) for n in random.integers(10, 4000, 40)]
     assert planned(samples, PP4, True) == planned(samples, PP4, False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "memory_gib"),
+    [
+        (PP4, None),
+        (wlb.Parallelism(tp_size=2, pp_size=4, dp_size=2, sequence_parallel=True), None),
+        (wlb.Parallelism(tp_size=4, pp_size=4, vpp_size=2, sequence_parallel=True), 40.0),
+    ],
+)
+def test_trees_run_all_rows_in_order(layout: wlb.Parallelism, memory_gib: float | None) -> None:
+    """Faster than inside micro-batches, where prompts are long."""
+    samples = [s for seed in range(3) for s in group(12000, 8, 5000, seed)]
+    given = [None if n % 8 == 0 else (n - n % 8, 12000) for n in range(len(samples))]
+    lengths = [len(sample) for sample in samples]
+    named = {"max_tokens": 20480, "layout": layout, "cost": "7b", "memory_gib": memory_gib}
+    inside, plan = (
+        wlb.plan_batch(lengths, shared=given, slices=slices, **named) for slices in (False, True)
+    )
+    assert plan == wlb.plan_batch(lengths, shared=given, slices=True, **named)
+    check_chains(plan)
+    assert max(m.padded_length for m in plan) <= 20480
+    assert plan.num_targets == inside.num_targets == sum(lengths) - len(lengths)
+    tokens: dict[int, list[int]] = {}
+    known: dict[tuple[int, int], list[int]] = {}  # rows of trees: which token of which sample
+    for micro_batch in plan:
+        rows = []
+        name, start, _ = tree = micro_batch.sharing.tree or (-micro_batch.index - 1, 0, 0)
+        for span, above in zip(micro_batch.spans, micro_batch.sharing.above, strict=True):
+            number, first = span.document.number, span.document.offset
+            own = samples[number][first + span.start : first + span.stop]
+            before = [token for run in above for token in known.get((name, 0), [])[slice(*run)]]
+            if not before and above:  # in this micro-batch alone
+                before = [token for run in above for token in rows[slice(*run)]]
+            assert before == samples[number][: first + span.start].tolist()
+            rows += own.tolist()
+            known[name, 0] = known.get((name, 0), []) + own.tolist()
+            tokens.setdefault(number, []).extend(range(first + span.start, first + span.stop))
+        assert len(known[name, 0]) == start + micro_batch.length, tree
+    assert all(own == list(range(own[0], lengths[n])) for n, own in tokens.items())
+    assert sorted(tokens) == list(range(len(samples)))
+    each = [wlb.simulate_step(each, layout).pipeline_us for each in (inside, plan)]
+    assert any(m.sharing.tree for m in plan) and each[0] / each[1] > 1.1
+    if memory_gib is not None:
+        assert max(own.peak_bytes for own in wlb.simulate_step(plan, layout).memory) < 2**30 * 41
 
 
 def test_number_of_micro_batches_is_kept() -> None:
