@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from helpers.gloo import GlooPool
 from helpers.layouts import (
     FULL,
     GATHER,
@@ -47,6 +48,7 @@ from helpers.plans import (
     half_recomputed,
     merged_for,
     mlps_recomputed,
+    one_path_for,
     recomputed_for,
     scatter_for,
     shared_for,
@@ -54,7 +56,7 @@ from helpers.plans import (
     trees_for,
     varying_for,
 )
-from helpers.ranks import Fault
+from helpers.ranks import Fault, train
 from helpers.within import (
     experts_again,
     meeting,
@@ -67,7 +69,7 @@ from helpers.within import (
     with_some_mlps_recomputed,
     with_some_recomputed,
 )
-from helpers.workload import Workload
+from helpers.workload import Workload, make_workload
 
 from megatron_wlb.runtime.stepping.step import check_chains
 
@@ -445,6 +447,20 @@ FURTHER = [
 @pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
 def test_layout_computes_what_one_process_does(wrong: Differences, case: Case) -> None:
     assert wrong(case.layout, case.within, case.plan_for, case.workload) == []
+
+
+def test_tree_of_one_path_is_a_document_in_slices(gloo: GlooPool, oracle: Oracle) -> None:
+    """To the last bit."""
+    layout, workload = Layout("llama", 1, pp=2), make_workload([[60, 7, 41]] * 2, 59)
+    given = layout.config, workload, oracle(layout, sliced_for, workload).initial, nullcontext
+    sliced, tree = (gloo.run(2, train, *given, each) for each in (sliced_for, one_path_for))
+    for one, other in zip(sliced, tree, strict=True):
+        assert one.losses == other.losses and one.evaluated == other.evaluated
+        for a, b in ((one.gradients, other.gradients), ((one.final,), (other.final,))):
+            pairs = zip(itertools.chain(*a), itertools.chain(*b), strict=True)
+            assert all((x == y).all() for x, y in pairs)
+    plan = one_path_for(layout.config, workload, 2, 0)
+    assert any(m.sharing.tree for m in plan)
 
 
 # That the cases are what they seem.

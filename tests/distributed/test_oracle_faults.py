@@ -66,6 +66,7 @@ from helpers.plans import (
     scatter_for,
     shared_for,
     sliced_for,
+    trees_for,
 )
 from helpers.ranks import build_runner
 from helpers.within import with_wrong_bytes
@@ -116,6 +117,7 @@ FAULTS: list[tuple[Any, ...]] = [
         (count_shared_labels_once, "loss"),
         (take_a_siblings_label, "loss"),
     )),
+    (Layout("llama", 1), leave_out_a_childs_gradients, "gradient", trees_for, TREES),
     (EP2, megatron_s_own_routers, "router"),
     (Layout("moe-seq", 1, dp=2), count_on_each_replica, "router", merged_for),
     (dataclasses.replace(EXPERTS_PP2, extra=FULL), take_slices_for_documents, "router", sliced_for),
@@ -171,6 +173,11 @@ def test_fault_is_refused(
     given = {} if fault is None else {"fault": fault}
     with pytest.raises(PlanError, match=said):
         wrong(layout, plan_for=plan_for, **given)
+
+
+def test_trees_in_another_order_are_refused(wrong: Differences) -> None:
+    with pytest.raises(PlanError, match=ORDER):
+        wrong(SLICED, in_megatrons_order, trees_for, TREES)
 
 
 def lacking_on_the_last_rank(plan: StepPlan) -> StepPlan:

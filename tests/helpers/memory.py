@@ -122,7 +122,7 @@ def sharing(
     branches = [None, *[(0, PROMPT)] * (len(stored) - 1)]
     paths = SharedPrefixes.given(branches, lengths).paths(range(len(stored)), lengths, 0)
     num_rows = paths[-1].first + paths[-1].document.length
-    made = []
+    made: list[MicroBatchPlan] = []
     for start, stop in itertools.pairwise([0, *cuts, num_rows]):
         spans, shared = part_of(paths, start, stop)
         tree = TreePart(0, start, num_rows) if cuts else None

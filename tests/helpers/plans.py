@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
-from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan, TreePart
+from megatron_wlb.plan import Document, MicroBatchPlan, Rows, Sharing, Span, StepPlan, TreePart
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, part_of
 from megatron_wlb.settings.config import Config
@@ -246,6 +246,31 @@ def trees_for(config: Config, workload: Workload, world_size: int, step: int) ->
         chains.append(tuple(numbers))
     plan = StepPlan(step, "samples", tuple(ranks), 0, 0, tuple(chains))
     return run_alike(plan, num_alike(config, dp_size), _multiple(config))
+
+
+def one_path_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """The slices of :func:`sliced_for`, each document as a tree of one path."""
+    plan = sliced_for(config, workload, world_size, step)
+
+    def as_tree(m: MicroBatchPlan) -> MicroBatchPlan:
+        if m.slice is None or len(m.spans) > 1:
+            return m
+        document, start, _ = m.slice
+        above = ((Rows(0, start),),) if start else ((),)
+        sharing = Sharing(above, tree=TreePart(document.number, start, document.length))
+        return dataclasses.replace(m, sharing=sharing)
+
+    ranks = []
+    for own, chains in zip(plan.micro_batches, plan.chains, strict=True):
+        units: list[MicroBatchPlan] = []
+        at = 0
+        for number in chains:  # as a whole, or not at all
+            chain = own[at : at + number]
+            at += number
+            alone = all(len(m.spans) == 1 for m in chain)
+            units += map(as_tree, chain) if alone else chain
+        ranks.append(tuple(units))
+    return dataclasses.replace(plan, micro_batches=tuple(ranks))
 
 
 def _stored(workload: Workload, step: int) -> list[npt.NDArray[np.int64]]:

@@ -123,9 +123,10 @@ class SharedCall:
         """``query`` ``[q, H, D]``; ``halves`` are keys and values of all rows. With ``keep``, and
         gradients enabled, it can be differentiated.
         """
-        if isinstance(kernel, LseKernel) and shared.own.reach_tokens is None:
+        one_call = len(shared.keys) == 1  # of keys that lie so
+        if isinstance(kernel, LseKernel) and shared.own.reach_tokens is None and not one_call:
             return _JoinedRows(kernel, shared, query, halves, scale)
-        key, value = (torch.cat([half[run] for run in shared.keys]) for half in halves)
+        key, value = (_taken(half, shared.keys) for half in halves)
         call = KernelCall.of(kernel, query, key, value, shared.paths, scale, keep)
         return _CopiedRows(call, shared)
 
