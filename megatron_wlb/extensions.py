@@ -21,6 +21,13 @@ EXTENSIONS = {
     "mock data": "megatron_wlb.data.mock:MockCorpus",
     "sft": "megatron_wlb.runtime.megatron_lm.sft:with_conversations",
     "fim": "megatron_wlb.runtime.megatron_lm.fim:with_middles",
+    # layers of G and M: Megatron's mixers told of documents, and what they are told
+    "GatedDeltaNet": "megatron_wlb.runtime.gpt.delta_net:DocumentGatedDeltaNet",
+    "MambaMixer": "megatron_wlb.runtime.gpt.mamba_mixer:DocumentMambaMixer",
+    "states": "megatron_wlb.runtime.gpt.states:ScannedDocuments",
+    "states off": "megatron_wlb.runtime.gpt.states:uninstall",
+    # samples that begin alike
+    "shared rows": "megatron_wlb.runtime.gpt.attention.shared_rows:SharedRows",
     # --wlb-cost measured
     "measured": "megatron_wlb.runtime.measuring.measure:measured_cost",
     # --wlb-device cpu

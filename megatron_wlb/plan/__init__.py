@@ -137,18 +137,18 @@ class Span(NamedTuple):
         return self.document.weight(self.start, self.stop)
 
 
-class Rows(NamedTuple):
-    """Rows ``[start, stop)`` of a micro-batch, or of several one behind another."""
+class RowRun(NamedTuple):
+    """RowRun ``[start, stop)`` of a micro-batch, or of several one behind another."""
 
     start: int
     stop: int
 
 
 class SharedUse(NamedTuple):
-    """Rows of a micro-batch that another document shares."""
+    """RowRun of a micro-batch that another document shares."""
 
     document: Document
-    rows: Rows
+    rows: RowRun
     place: int
     """The first one's token in the stored document."""
 
@@ -168,16 +168,16 @@ class TreePart(NamedTuple):
     start: int
     """The first row."""
     length: int
-    """Rows of the whole tree."""
+    """RowRun of the whole tree."""
 
 
 class Sharing(NamedTuple):
     """What documents of a micro-batch share. Empty: nothing."""
 
-    above: tuple[tuple[Rows, ...], ...] = ()
+    above: tuple[tuple[RowRun, ...], ...] = ()
     """``[spans]``: the rows that hold what each span's document has before it, in order: its own
     earlier tokens, and those that it shares with other documents, with which its stored document
-    begins. Of a document that shares, ``offset`` is the first token of its own. Rows are those of
+    begins. Of a document that shares, ``offset`` is the first token of its own. RowRun are those of
     the :attr:`tree`, or of the micro-batch."""
     uses: tuple[SharedUse, ...] = ()
     """Documents that share rows of the micro-batch, and run their own elsewhere or further on."""
@@ -198,7 +198,7 @@ class Sharing(NamedTuple):
 
     @property
     def rows_before(self) -> int:
-        """Rows that micro-batches before have run, and this one's attend to."""
+        """RowRun that micro-batches before have run, and this one's attend to."""
         if self.tree is None:
             return 0
         number = reached = 0

@@ -19,7 +19,7 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import further
 
-from megatron_wlb.plan import Document, Span
+from megatron_wlb.plan import Document, MicroBatchPlan, Span
 from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.plan.sharding.shard import KINDS
 
@@ -92,6 +92,7 @@ def params_of(
     padding = num_tokens - sum(lengths)
     number, *cut = unit[0]
     span = Span(Document(0, number, 0, LENGTHS[number], True, 0, number, 0), *cut)
+    plan = MicroBatchPlan(0, (span,), span.length, 1.0, divided=divided)
     return local_params(
         [*lengths, padding] if padding else lengths,
         np.zeros(num_tokens, dtype=np.int64),
@@ -99,7 +100,7 @@ def params_of(
         cp_rank=rank,
         cp_size=size,
         sharding=sharding,
-        cut=store.slice(span, divided) if store else None,
+        cut=store.part(plan) if store else None,
     )
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
-from megatron_wlb.plan import Document, MicroBatchPlan, Rows, Sharing, Span, StepPlan, TreePart
+from megatron_wlb.plan import Document, MicroBatchPlan, RowRun, Sharing, Span, StepPlan, TreePart
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, part_of
 from megatron_wlb.settings.config import Config
@@ -256,7 +256,7 @@ def one_path_for(config: Config, workload: Workload, world_size: int, step: int)
         if m.slice is None or len(m.spans) > 1:
             return m
         document, start, _ = m.slice
-        above = ((Rows(0, start),),) if start else ((),)
+        above = ((RowRun(0, start),),) if start else ((),)
         sharing = Sharing(above, tree=TreePart(document.number, start, document.length))
         return dataclasses.replace(m, sharing=sharing)
 

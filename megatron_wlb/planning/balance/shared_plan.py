@@ -84,7 +84,7 @@ class SharedStep:
 
     @cached_property
     def num_tokens(self) -> int:
-        """That run then."""
+        """How many run then."""
         return sum(size - before for _, before, size, *_ in self.samples)
 
     def us(self, tokens: Floats) -> Floats:

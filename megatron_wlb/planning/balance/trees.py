@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import Document, Rows, SharedUse, Sharing, Span
+from megatron_wlb.plan import Document, RowRun, SharedUse, Sharing, Span
 from megatron_wlb.reading import shown
 
 LEAST_SHARED = 64
@@ -130,14 +130,14 @@ class SharedPrefixes:
         return order, common, np.argsort(order)
 
     def neighbours(self, samples: Sequence[int]) -> tuple[list[int], list[int]]:
-        """These samples in order, and what each shares with the one before: leading tokens."""
+        """Puts samples in order; says how many leading tokens each shares with the one before."""
         order, common, places = self._arrays
         at = np.sort(places[list(samples)])
         between = np.minimum.reduceat(common[1 : at[-1] + 1], at[:-1]) if len(at) > 1 else at[1:]
         return order[at].tolist(), [0, *map(int, between)]
 
     def paths(self, samples: Sequence[int], lengths: Sequence[int], ahead: int) -> list[Path]:
-        """These samples, whose own rows lie one behind another.
+        """Lays samples out, whose own rows lie one behind another.
 
         ``ahead`` layers predict so many tokens further: a branch begins so many tokens earlier.
         """
@@ -164,16 +164,16 @@ class Path(NamedTuple):
     """Its own tokens, from ``offset`` on."""
     first: int
     """The row of the first of these."""
-    above: tuple[Rows, ...]
+    above: tuple[RowRun, ...]
     """The rows of the tokens before."""
 
-    def up_to(self, token: int) -> tuple[Rows, ...]:
+    def up_to(self, token: int) -> tuple[RowRun, ...]:
         """The rows of its tokens before ``token``, one of its own."""
-        own = Rows(self.first, self.first + token - self.document.offset)
+        own = RowRun(self.first, self.first + token - self.document.offset)
         if own.start == own.stop:
             return self.above
         if self.above and self.above[-1].stop == own.start:
-            return *self.above[:-1], Rows(self.above[-1].start, own.stop)
+            return *self.above[:-1], RowRun(self.above[-1].start, own.stop)
         return *self.above, own
 
 
@@ -190,7 +190,7 @@ def part_of(paths: Sequence[Path], start: int, stop: int) -> tuple[list[Span], S
         for rows in path.above:
             low, high = max(start, rows.start), min(stop, rows.stop)
             if low < high:
-                shared = Rows(low - start, high - start)
+                shared = RowRun(low - start, high - start)
                 uses.append(SharedUse(document, shared, place + low - rows.start))
             place += rows.stop - rows.start
     return spans, Sharing(tuple(above), tuple(uses))

@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_config import (
 
 from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.extensions import load
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.planning.layer_patterns import expert_layers, windowed_layers
 from megatron_wlb.runtime import emulation
@@ -54,7 +55,6 @@ from megatron_wlb.runtime.gpt.attention.head_start import least_bytes
 from megatron_wlb.runtime.gpt.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.gpt.attention.latent_attention import DocumentLatentAttention
 from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
-from megatron_wlb.runtime.gpt.delta_net import DocumentGatedDeltaNet
 from megatron_wlb.runtime.gpt.hybrid import (
     attentions_of,
     depths_of,
@@ -62,7 +62,6 @@ from megatron_wlb.runtime.gpt.hybrid import (
     that_mix,
     with_layers,
 )
-from megatron_wlb.runtime.gpt.mamba_mixer import DocumentMambaMixer
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.prediction import complete_layers
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
@@ -272,8 +271,8 @@ def prediction_submodules(
     return block
 
 
-_SCANS = {GatedDeltaNet: DocumentGatedDeltaNet, MambaMixer: DocumentMambaMixer}
-"""Megatron's mixers that carry a state, and ours in their place."""
+_SCANS = {GatedDeltaNet, MambaMixer}
+"""Megatron's mixers that carry a state; an extension named like each takes its place."""
 
 
 def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
@@ -285,7 +284,7 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     attention: Any = mixer_of(getattr(spec, "submodules", None))
     module = getattr(attention, "module", None)
     if module in _SCANS:
-        attention.module = _SCANS[module]
+        attention.module = load(str(getattr(module, "__name__", "")))
         return spec
     core: Any = partial(DocumentAttention, options=options)
     if module is MLASelfAttention:  # which takes a spec, or a class, of its core

@@ -13,7 +13,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.gpt.states import ScansDocuments
 
 MODELS = GPTModel, HybridModel
 """Megatron's models that run plans."""
@@ -62,7 +61,7 @@ def attentions_of(gpt: Any) -> list[Any]:
         mixer = mixer_of(layer)
         if hasattr(mixer, "core_attention"):
             found.append(mixer)
-        elif isinstance(mixer, ScansDocuments):
+        elif _scans(mixer):
             continue
         elif not (isinstance(layer, TransformerLayer) and isinstance(mixer, IdentityOp)):
             kind = type(layer if mixer is None else mixer).__name__
@@ -75,4 +74,9 @@ def attentions_of(gpt: Any) -> list[Any]:
 
 def has_states(gpt: Any) -> bool:
     """Whether any layer of a chunk carries a state through documents."""
-    return any(isinstance(mixer_of(layer), ScansDocuments) for layer in layers_of(gpt))
+    return any(_scans(mixer_of(layer)) for layer in layers_of(gpt))
+
+
+def _scans(mixer: Any) -> bool:
+    """Whether it is a :class:`megatron_wlb.runtime.gpt.states.ScansDocuments`."""
+    return getattr(mixer, "scans_documents", False) is True

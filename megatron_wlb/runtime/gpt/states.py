@@ -194,6 +194,8 @@ class ScansDocuments:
     """
 
     layer_number: int
+    scans_documents = True
+    """By which it is known without this module."""
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any

@@ -25,7 +25,7 @@ from megatron_wlb.runtime import emulation
 from megatron_wlb.runtime.compat import hooks, script
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
-from megatron_wlb.runtime.gpt import prediction, states
+from megatron_wlb.runtime.gpt import prediction
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
     fsdp,
@@ -94,7 +94,7 @@ def uninstall() -> None:
         _session.close()
     _patches.restore()
     prediction.uninstall()
-    states.uninstall()
+    load("states off")()
     _session, _installed = None, False
 
 

@@ -27,16 +27,15 @@ import torch
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError, PlanError
-from megatron_wlb.plan import MicroBatchPlan, Rows, Span, StepPlan
+from megatron_wlb.extensions import load
+from megatron_wlb.plan import MicroBatchPlan, RowRun, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
 from megatron_wlb.runtime.gpt.attention.kernels import Segments
 from megatron_wlb.runtime.gpt.attention.key_exchange import KeyGather
-from megatron_wlb.runtime.gpt.attention.shared_rows import SharedRows
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
-from megatron_wlb.runtime.gpt.states import ScannedDocuments
 from megatron_wlb.runtime.ranks.reads import ReadRun
 from megatron_wlb.runtime.ranks.transfer import PinnedBlock, mapped, to_device
 from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss, targeted
@@ -81,7 +80,7 @@ def local_params(
     cut: KVSlice | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     reach_tokens: int | None = None,
-    above: Sequence[Sequence[Rows]] = (),
+    above: Sequence[Sequence[RowRun]] = (),
 ) -> tuple[IntArray | slice, PlanSeqParams]:
     """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
 
@@ -101,13 +100,13 @@ def local_params(
             whole_cut, shared, others = None, None, lengths
             if cut is not None and cut.of_tree:
                 own, others = lengths[: len(above)], lengths[len(above) :]
-                rows = SharedRows.of(own, above, device, reach, cut.start)
+                rows = load("shared rows").of(own, above, device, reach, cut.start)
                 whole_cut = replace(cut, rows=rows)
             elif cut is not None:
                 whole_cut = _cut_in_chunks(cut, [(cut.stop - cut.start,) * 2], device, reach)
                 others = lengths[1:]
             elif any(above):
-                shared = SharedRows.of(lengths, above, device, reach)
+                shared = load("shared rows").of(lengths, above, device, reach)
             params = PlanSeqParams.of(segments_of(others, others), positions, cut=whole_cut)
             return slice(None), replace(params, shared=shared)
         if cut is not None and cut.of_tree:
@@ -359,9 +358,7 @@ class BatchBuilder:
                 routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
             if self.has_states:
-                scanned = ScannedDocuments.of(
-                    plan.lengths, self.cp_size, plan.sharding, params.slice
-                )
+                scanned = load("states").of(plan.lengths, self.cp_size, plan.sharding, params.slice)
                 params = replace(params, scanned=scanned)
             known = self._latest[plan.index] = (plan, local, mapped(params, self._host.pinned))
         return known[1:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,6 @@ from megatron_wlb.runtime.gpt.attention.context_parallel import context_attentio
 from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, Expand, KeyGather
-from megatron_wlb.runtime.gpt.attention.shared_rows import SharedRows, shared_attention
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
     KVSlice,
     LayerSlice,
@@ -33,8 +32,11 @@ from megatron_wlb.runtime.gpt.attention.slice_attention import (
 )
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
-from megatron_wlb.runtime.gpt.states import ScannedDocuments
 from megatron_wlb.runtime.ranks.transfer import to_device
+
+if TYPE_CHECKING:
+    from megatron_wlb.runtime.gpt.attention.shared_rows import SharedRows
+    from megatron_wlb.runtime.gpt.states import ScannedDocuments
 
 
 @dataclass
@@ -213,8 +215,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 if run is not None:
                     out = slice_attention(query, key, value, run, params.segments)
                 elif params.shared is not None:
-                    rest = params.shared, kernel, self.softmax_scale
-                    out = shared_attention(query, key, value, *rest)
+                    rest = kernel, self.softmax_scale
+                    out = params.shared.attention(query, key, value, *rest)
                 else:
                     assert params.segments is not None
                     out = kernel(query, key, value, params.segments, self.softmax_scale)

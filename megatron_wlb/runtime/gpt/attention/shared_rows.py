@@ -26,9 +26,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from megatron_wlb.plan import Rows
+from megatron_wlb.plan import RowRun
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel, join
+
+Halves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, ``[rows, G, D]`` each."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +63,7 @@ class SharedRows:
     def of(
         cls,
         lengths: Sequence[int],
-        above: Sequence[Sequence[Rows]],
+        above: Sequence[Sequence[RowRun]],
         device: torch.device | str,
         reach_tokens: int | None = None,
         start: int = 0,
@@ -68,7 +71,7 @@ class SharedRows:
         """``lengths`` are those of all segments, padding too, the first at row ``start``; ``above``
         are the rows before each.
         """
-        sharing: dict[Rows, list[slice]] = {}
+        sharing: dict[RowRun, list[slice]] = {}
         keys: list[slice] = []
         num_keys: list[int] = []
         for number, (first, last) in enumerate(pairwise([0, *accumulate(lengths)])):
@@ -98,9 +101,30 @@ class SharedRows:
             tuple(keys),
         )
 
+    def call(
+        self, query: torch.Tensor, halves: Halves, kernel: VarlenKernel, scale: float, keep: bool
+    ) -> SharedCall:
+        """``[q, H, D]`` queries to keys and values of all rows. With ``keep``, and gradients
+        enabled, it can be differentiated.
+        """
+        one_call = len(self.keys) == 1  # of keys that lie so
+        if isinstance(kernel, LseKernel) and self.own.reach_tokens is None and not one_call:
+            return _JoinedRows(kernel, self, query, halves, scale)
+        key, value = (_taken(half, self.keys) for half in halves)
+        return _CopiedRows(KernelCall.of(kernel, query, key, value, self.paths, scale, keep), self)
 
-Halves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, ``[rows, G, D]`` each."""
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kernel: VarlenKernel,
+        scale: float,
+    ) -> torch.Tensor:
+        """``[T, H, D], [T, G, D], [T, G, Dv] -> [T, H, Dv]``, with all tokens on this rank."""
+        apply: Any = _SharedAttention.apply
+        out: torch.Tensor = apply(query, key, value, self, kernel, scale, torch.is_grad_enabled())
+        return out
 
 
 class SharedCall:
@@ -110,25 +134,6 @@ class SharedCall:
 
     def __init__(self, shared: SharedRows, out: torch.Tensor) -> None:
         self.shared, self.out = shared, out
-
-    @staticmethod
-    def of(
-        kernel: VarlenKernel,
-        shared: SharedRows,
-        query: torch.Tensor,
-        halves: Halves,
-        scale: float,
-        keep: bool,
-    ) -> SharedCall:
-        """``query`` ``[q, H, D]``; ``halves`` are keys and values of all rows. With ``keep``, and
-        gradients enabled, it can be differentiated.
-        """
-        one_call = len(shared.keys) == 1  # of keys that lie so
-        if isinstance(kernel, LseKernel) and shared.own.reach_tokens is None and not one_call:
-            return _JoinedRows(kernel, shared, query, halves, scale)
-        key, value = (_taken(half, shared.keys) for half in halves)
-        call = KernelCall.of(kernel, query, key, value, shared.paths, scale, keep)
-        return _CopiedRows(call, shared)
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
@@ -211,20 +216,6 @@ class _CopiedRows(SharedCall):
         return grad_query
 
 
-def shared_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    shared: SharedRows,
-    kernel: VarlenKernel,
-    scale: float,
-) -> torch.Tensor:
-    """``[T, H, D], [T, G, D], [T, G, Dv] -> [T, H, Dv]``, with all tokens on this rank."""
-    apply: Any = _SharedAttention.apply
-    out: torch.Tensor = apply(query, key, value, shared, kernel, scale, torch.is_grad_enabled())
-    return out
-
-
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -240,7 +231,7 @@ class _SharedAttention(torch.autograd.Function):
         ctx.save_for_backward(key, value)
         with torch.set_grad_enabled(keep):
             halves = key.detach(), value.detach()
-            ctx.call = SharedCall.of(kernel, shared, query, halves, scale, keep)
+            ctx.call = shared.call(query, halves, kernel, scale, keep)
         out: torch.Tensor = ctx.call.out.detach()
         return out
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -37,7 +37,9 @@ from megatron_wlb.plan import MicroBatchPlan
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel, join
 from megatron_wlb.runtime.gpt.attention.key_exchange import UnderWay, halves
-from megatron_wlb.runtime.gpt.attention.shared_rows import SharedCall, SharedRows
+
+if TYPE_CHECKING:
+    from megatron_wlb.runtime.gpt.attention.shared_rows import SharedCall, SharedRows
 
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
@@ -276,7 +278,7 @@ class PrefixCall:
         return [half[: self.cut.start] for half in halves]
 
 
-SliceCall: TypeAlias = KernelCall | PrefixCall | SharedCall
+SliceCall: TypeAlias = "KernelCall | PrefixCall | SharedCall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +366,7 @@ class LayerSlice:
         """
         if self.slice.rows is not None:
             halves = self.halves(pair)
-            return [SharedCall.of(self.kernel, self.slice.rows, query, halves, self.scale, keep)]
+            return [self.slice.rows.call(query, halves, self.kernel, self.scale, keep)]
         if self._is_joined:
             kernel = cast(LseKernel, self.kernel)
             return [PrefixCall(kernel, self.slice, query, self.halves(pair), self.scale)]

@@ -12,7 +12,7 @@ from helpers.attention import document_attention
 from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import Document, Span
+from megatron_wlb.plan import Document, MicroBatchPlan, Span
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
@@ -30,7 +30,7 @@ KERNELS = [sdpa_varlen, torch_cpu_varlen]
 def run_of(
     store: SliceStore, span: Span, kernel: VarlenKernel = sdpa_varlen, joined_from: int = 2
 ) -> LayerSlice:
-    cut = store.slice(span)
+    cut = store.part(MicroBatchPlan(0, (span,), span.length, 1.0))
     before = Segments.of_unlike([span.length], [span.start], "cpu") if span.start else None
     own = Segments.of([span.length])
     chunks = (Segments.of([span.length], [span.stop]),)
