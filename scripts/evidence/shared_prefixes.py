@@ -7,15 +7,16 @@
 
 Simulated are 128 samples of groups (answers lognormal, sigma 0.8, at most four times the mean) and
 trees of agents, on H100s, over ``plan_batch`` with whole samples, forward and backward of one
-replica. With ``--train`` a small model trains steps of 4 groups on CPUs at PP 2, whole and shared
-in turns.
+replica; behind an arrow with trees over micro-batches (``slices=True``). With ``--train`` a small
+model trains steps of 4 groups on CPUs at PP 2, whole and shared in turns; more flags are the
+trainer's, such as ``--wlb-packing slim`` for slices and trees.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -94,10 +95,10 @@ def cases() -> Iterator[tuple[str, Samples]]:
         )
 
 
-def simulated(hardware: str) -> tuple[list[list[str]], dict[str, list[float]]]:
+def simulated(hardware: str) -> tuple[list[list[str]], dict[str, list[list[float]]]]:
     """The table's lines, and the gains of each layout."""
     lines: list[list[str]] = []
-    gains: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+    gains: dict[str, list[list[float]]] = {name: [] for name in LAYOUTS}
     for title, (lengths, branches) in cases():
         cap = 64 * K if max(lengths) <= 64 * K else 128 * K
         cells: list[str] = []
@@ -106,19 +107,20 @@ def simulated(hardware: str) -> tuple[list[list[str]], dict[str, list[float]]]:
                 "max_tokens": cap, "layout": layout, "cost": model, "hardware": hardware,
             }  # fmt: skip
             start_s = time.perf_counter()
-            whole, shared = (
-                wlb.plan_batch(lengths, shared=each, **given) for each in (None, branches)
-            )
+            plans = [wlb.plan_batch(lengths, shared=each, **given) for each in (None, branches)]
+            if layout.pp_size > 1:
+                plans.append(wlb.plan_batch(lengths, shared=branches, slices=True, **given))
             took_s = time.perf_counter() - start_s
             us = [
                 wlb.simulate_step(plan, layout, model=model, hardware=hardware).pipeline_us
-                for plan in (whole, shared)
+                for plan in plans
             ]
-            gains[name].append(us[0] / us[1])
+            own = [us[0] / each for each in us[1:]]
+            gains[name].append(own)
             if not cells:
-                cells = [title, f"{whole.num_tokens / shared.num_tokens:.2f}"]
-            cells.append(f"{us[0] / us[1]:.2f}")
-            print(f"{title}, {name}: {us[0] / us[1]:.3f}, {took_s:.2f} s", file=sys.stderr)
+                cells = [title, f"{plans[0].num_tokens / plans[1].num_tokens:.2f}"]
+            cells.append(" → ".join(f"{gain:.2f}" for gain in own))
+            print(f"{title}, {name}: {cells[-1]}, {took_s:.2f} s", file=sys.stderr)
         lines.append(cells)
     return lines, gains
 
@@ -126,8 +128,14 @@ def simulated(hardware: str) -> tuple[list[list[str]], dict[str, list[float]]]:
 def table(hardware: str) -> str:
     lines, gains = simulated(hardware)
     head = ["Samples", "tokens ÷ those that run", *LAYOUTS]
-    means = [f"**{geometric_mean(own):.2f}**" for own in gains.values()]
-    least = [f"{min(own):.2f}" for own in gains.values()]
+
+    def of_each(made: Callable[[Sequence[float]], float]) -> list[str]:
+        return [
+            " → ".join(f"{made(ways):.2f}" for ways in zip(*own, strict=True))
+            for own in gains.values()
+        ]
+
+    means, least = of_each(geometric_mean), of_each(min)
     lines += [["geometric mean", "", *means], ["least", "", *least]]
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rule, *lines))
@@ -142,11 +150,11 @@ MODEL = """
 NUM_GROUPS, ANSWERS, PROMPT, ANSWER, NUM_STEPS = 4, 8, 2048, 256, 3
 
 
-def train() -> None:
-    """Prints, on the first rank, what steps take whole and shared, their loss and memory."""
+def train(flags: list[str]) -> None:
+    """Prints, on the first rank, what steps take whole and shared; ``flags`` are the trainer's."""
     import torch
 
-    trainer = wlb.SampleTrainer(MODEL.split())
+    trainer = wlb.SampleTrainer([*MODEL.split(), *flags])
     random = np.random.default_rng(0)
     samples, weights = [], []
     for _ in range(NUM_GROUPS):
@@ -188,10 +196,12 @@ def main() -> int:
     parser.add_argument("--train", action="store_true", help="measure steps; under torchrun")
     parser.add_argument("--hardware", default=DEFAULT_MACHINE, help="the machine that is simulated")
     parser.add_argument("--page", type=Path, help="page whose table is written")
-    args = parser.parse_args()
+    args, flags = parser.parse_known_args()
     if args.train:
-        train()
+        train(flags)
         return 0
+    if flags:
+        parser.error(f"unknown flags without --train: {' '.join(flags)}")
     made = table(args.hardware)
     if args.page is not None:
         put(args.page, "shared prefixes", made.rstrip())
