@@ -216,7 +216,7 @@ def slice_samples(
         groups = [units[at : at + alike] for at in range(0, len(units), alike)]
         sliced_us = max(map(slicer.pipeline.simulated_us, groups))
         ways = [_inside(lengths, max_tokens, costs, layout, number, memory, shared, ahead)]
-        if alike == layout.cp_size == 1:  # Ranks have a tree's rows each for itself.
+        if alike == 1:  # Replicas that meet would have to have trees alike.
             step = SharedStep(shared, lengths, replica, ahead)
             ways.append(plan_trees(step, slicer.pipeline, layout.dp_size, number))
         us, found = min(

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_wlb.data.corpus import Corpus
-from megatron_wlb.errors import CorpusError, PlanError
+from megatron_wlb.errors import CorpusError
 from megatron_wlb.extensions import load
 from megatron_wlb.plan import MicroBatchPlan, RowRun, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, rank_layout
@@ -109,11 +109,6 @@ def local_params(
                 shared = load("shared rows").of(lengths, above, device, reach)
             params = PlanSeqParams.of(segments_of(others, others), positions, cut=whole_cut)
             return slice(None), replace(params, shared=shared)
-        if cut is not None and cut.of_tree:
-            raise PlanError(
-                f"a tree of samples runs in several micro-batches over {cp_size} context-parallel "
-                "ranks, which none of them can; plan it inside micro-batches"
-            )
         if cut is None:
             layout = whole = rank_layout(lengths, cp_size, cp_rank, sharding, reach, above)
             parts, slice_rows = None, None
@@ -122,7 +117,13 @@ def local_params(
             chunks, whole = layout.split(cut.stop - cut.start)
             whole = whole if reach is None else whole.within(reach)
             slice_rows = layout.token_rows[: cut.stop - cut.start]
-            parts = _cut_in_chunks(cut, chunks.tolist(), device, reach)
+            if cut.of_tree:
+                begins = layout.tokens[np.cumsum(chunks[:, 0]) - chunks[:, 0]]
+                given = lengths[: len(above)], above, begins.tolist(), chunks.tolist()
+                rows = load("shared rows").of_chunks(*given, device, reach, cut.start)
+                parts = replace(cut, rows=rows)
+            else:
+                parts = _cut_in_chunks(cut, chunks.tolist(), device, reach)
         segments = segments_of(whole.lengths_q.tolist(), whole.lengths_k.tolist())
         gather = KeyGather.of(whole, device, slice_rows, group)
         return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, parts)

@@ -7,9 +7,10 @@ and values have one buffer in each layer
 
 A kernel that tells log-sum-exps attends to each run of rows above in one call of all queries that
 see it, and to each segment's own in another; the calls are joined. So a prefix is read once for all
-that share it, and nothing is copied. Any other kernel, and layers of a sliding window, get the keys
-of each path one behind another: a copy of the prefix for each. Over context-parallel ranks keys are
-gathered by their rows anyhow (:func:`megatron_wlb.plan.sharding.rank_layout`).
+that share it, and nothing is copied. Any other kernel, layers of a sliding window, and
+context-parallel ranks get the keys of each path one behind another: a copy of the prefix for each.
+Inside a micro-batch such ranks gather keys by their rows anyhow
+(:func:`megatron_wlb.plan.sharding.rank_layout`).
 
 Gradients of shared keys and values are summed in at least fp32.
 
@@ -19,16 +20,19 @@ dimension.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.plan import RowRun
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel, join
+from megatron_wlb.runtime.gpt.attention.key_exchange import free, regain
 
 Halves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, ``[rows, G, D]`` each."""
@@ -58,6 +62,8 @@ class SharedRows:
     """Each segment to its path; of a sliding window to the keys in reach."""
     keys: tuple[slice, ...]
     """The rows of these, one run behind another."""
+    joins: bool = True
+    """Whether calls of a kernel that tells log-sum-exps may be joined."""
 
     @classmethod
     def of(
@@ -101,17 +107,53 @@ class SharedRows:
             tuple(keys),
         )
 
+    @classmethod
+    def of_chunks(
+        cls,
+        lengths: Sequence[int],
+        above: Sequence[Sequence[RowRun]],
+        begins: Sequence[int],
+        chunks: Sequence[Sequence[int]],
+        device: torch.device | str,
+        reach_tokens: int | None,
+        start: int,
+    ) -> SharedRows | None:
+        """The same of a context-parallel rank's ``chunks``, each some queries and their segment's
+        own keys, whose first tokens are ``begins``. None where the rank has no chunk.
+        """
+        if not chunks:
+            return None
+        firsts = [0, *accumulate(lengths)]
+        keys: list[slice] = []
+        num_keys: list[int] = []
+        for begin, (queries, own) in zip(begins, chunks, strict=True):
+            segment = bisect_right(firsts, begin) - 1
+            first = start + firsts[segment]
+            runs = [*(slice(*rows) for rows in above[segment]), slice(first, first + own)]
+            if reach_tokens is not None:
+                runs = _last(runs, queries + reach_tokens - 1)
+            num_keys.append(sum(map(_size, runs)))
+            keys += runs
+        queries_of = [queries for queries, _ in chunks]
+        own_rows = Segments.of(queries_of, device=device, reach_tokens=reach_tokens)
+        paths = Segments.of(queries_of, num_keys, device, reach_tokens)
+        return cls(start, own_rows, (), paths, tuple(keys), joins=False)
+
     def call(
         self, query: torch.Tensor, halves: Halves, kernel: VarlenKernel, scale: float, keep: bool
     ) -> SharedCall:
         """``[q, H, D]`` queries to keys and values of all rows. With ``keep``, and gradients
         enabled, it can be differentiated.
         """
-        one_call = len(self.keys) == 1  # of keys that lie so
-        if isinstance(kernel, LseKernel) and self.own.reach_tokens is None and not one_call:
+        joins = self.joins and self.own.reach_tokens is None and len(self.keys) > 1
+        if isinstance(kernel, LseKernel) and joins:
             return _JoinedRows(kernel, self, query, halves, scale)
-        key, value = (_taken(half, self.keys) for half in halves)
-        return _CopiedRows(KernelCall.of(kernel, query, key, value, self.paths, scale, keep), self)
+        if len(self.keys) == 1:
+            key, value = (half[self.keys[0]] for half in halves)
+        else:
+            key, value = (torch.cat([half[run] for run in self.keys]) for half in halves)
+        call = KernelCall.of(kernel, query, key, value, self.paths, scale, keep)
+        return _CopiedRows(call, self, halves)
 
     def attention(
         self,
@@ -200,16 +242,29 @@ class _JoinedRows(SharedCall):
 
 
 class _CopiedRows(SharedCall):
-    def __init__(self, call: KernelCall, shared: SharedRows) -> None:
+    """Copies are given back behind the forward, and made again for the backward."""
+
+    def __init__(self, call: KernelCall, shared: SharedRows, halves: Halves) -> None:
         super().__init__(shared, call.out)
-        self._call = call
+        self._call, self._halves = call, halves
+        for copied in self._copies:
+            free(copied)
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
-        return *self._call.inputs, self._call.out
+        return self._call.kept
+
+    @property
+    def _copies(self) -> Sequence[torch.Tensor]:
+        return self._call.inputs[1:] if len(self.shared.keys) > 1 else ()
 
     def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
+        for half, copied in zip(self._halves, self._copies, strict=False):
+            with torch.no_grad(), _unsafe_preserve_version_counter(copied):
+                torch.cat([half[run] for run in self.shared.keys], out=regain(copied))
         grad_query, *grads = self._call.backward(grad)
+        for copied in self._copies:
+            free(copied)
         for total, copied in zip(sums, grads, strict=True):
             for run, these in _places(self.shared.keys):
                 total[run] += copied[these]
