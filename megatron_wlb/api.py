@@ -167,17 +167,16 @@ def plan_batch(
         memory_gib: 2³⁰ bytes of a device that no step may exceed, as predicted for ``cost``, which
             must be a model's name. Of slices some micro-batches are recomputed for it
             (:attr:`MicroBatchPlan.recomputed`).
-        shared: samples that begin alike share what they have in common inside a micro-batch
-            (:attr:`MicroBatchPlan.parents`), where that is faster. Of each an earlier sample and
-            how many leading tokens both have, ``(0, 512)``, or None; or the token ids of all,
-            ``[length]``, to find what is equal. A named model's layers that predict further ahead
-            are minded. None: nothing is shared.
+        shared: samples that begin alike share what they have in common inside a micro-batch, and
+            with ``slices`` in trees over several (:attr:`MicroBatchPlan.sharing`), where that is
+            faster. Of each an earlier sample and how many leading tokens both have, ``(0, 512)``,
+            or None; or the token ids of all, ``[length]``, to find what is equal. A named model's
+            layers that predict further ahead are minded. None: nothing is shared.
 
     Raises:
         WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
             groups of slices, weights of other lengths or below 0, a step that does not fit, unequal
-            numbers where replicas exchange tokens, prefixes that are none, or shared by slices or
-            groups.
+            numbers where replicas exchange tokens, prefixes that are none, or shared by groups.
     """
     _check(layout=layout)
     layout.check_experts()
