@@ -170,13 +170,14 @@ def plan_batch(
         shared: samples that begin alike share what they have in common inside a micro-batch, and
             with ``slices`` in trees over several (:attr:`MicroBatchPlan.sharing`), where that is
             faster. Of each an earlier sample and how many leading tokens both have, ``(0, 512)``,
-            or None; or the token ids of all, ``[length]``, to find what is equal. A named model's
-            layers that predict further ahead are minded. None: nothing is shared.
+            or None; or the token ids of all, ``[length]``, to find what is equal. Layers that
+            predict further ahead are minded if ``cost`` names a model. None: nothing is shared.
 
     Raises:
         WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
             groups of slices, weights of other lengths or below 0, a step that does not fit, unequal
-            numbers where replicas exchange tokens, prefixes that are none, or shared by groups.
+            numbers where replicas exchange tokens, prefixes that are none, shared by groups, or of
+            a model with layers of G or M.
     """
     _check(layout=layout)
     layout.check_experts()
@@ -203,6 +204,11 @@ def plan_batch(
     if isinstance(cost, str):
         run = _run(cost, layout, hardware, max_tokens)
         ahead = run.shape.num_ahead
+        if shared is not None and any(layer.state_products for _, layer in run.shape.all_runs):
+            raise ConfigError(
+                f"samples of {cost} cannot share prefixes: its layers of G and M hand a state to "
+                "one sample alone; leave shared out"
+            )
         if memory_gib is not None:
             memory = replace(run, memory_gib=memory_gib).memory_limit
         cost, costs = run.cost, run.costs

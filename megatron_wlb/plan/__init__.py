@@ -138,14 +138,14 @@ class Span(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """RowRun ``[start, stop)`` of a micro-batch, or of several one behind another."""
+    """Rows ``[start, stop)`` of a micro-batch, or of several one behind another."""
 
     start: int
     stop: int
 
 
 class SharedUse(NamedTuple):
-    """RowRun of a micro-batch that another document shares."""
+    """Rows of a micro-batch that another document shares."""
 
     document: Document
     rows: RowRun
@@ -168,7 +168,7 @@ class TreePart(NamedTuple):
     start: int
     """The first row."""
     length: int
-    """RowRun of the whole tree."""
+    """Rows of the whole tree."""
 
 
 class Sharing(NamedTuple):
@@ -177,7 +177,7 @@ class Sharing(NamedTuple):
     above: tuple[tuple[RowRun, ...], ...] = ()
     """``[spans]``: the rows that hold what each span's document has before it, in order: its own
     earlier tokens, and those that it shares with other documents, with which its stored document
-    begins. Of a document that shares, ``offset`` is the first token of its own. RowRun are those of
+    begins. Of a document that shares, ``offset`` is the first token of its own. Rows are those of
     the :attr:`tree`, or of the micro-batch."""
     uses: tuple[SharedUse, ...] = ()
     """Documents that share rows of the micro-batch, and run their own elsewhere or further on."""
@@ -198,7 +198,7 @@ class Sharing(NamedTuple):
 
     @property
     def rows_before(self) -> int:
-        """RowRun that micro-batches before have run, and this one's attend to."""
+        """Rows that micro-batches before have run, and this one's attend to."""
         if self.tree is None:
             return 0
         number = reached = 0
@@ -219,7 +219,8 @@ class MicroBatchPlan:
     """One micro-batch: its spans one after another, then padding at the tail only.
 
     At most the first span is a slice; whole documents follow it. Documents that begin alike may
-    share what they have in common: see :attr:`sharing`.
+    share what they have in common: see :attr:`sharing`. In a part of a tree the first span and the
+    last may be parts of samples.
     """
 
     index: int

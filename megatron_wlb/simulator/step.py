@@ -191,12 +191,18 @@ class Simulator:
     ) -> tuple[list[Activity], float]:
         """A pipeline rank's reductions, which its data-parallel ranks do together, one by one."""
         costs = self.costs
-        last = {a.chunk: at for at, a in enumerate(graphs[0].order[rank]) if a.kind == "B"}
-        # Chunks' last backwards, counted from the end: there all orders are alike.
-        ends = [at - len(graphs[0].order[rank]) for at in last.values()]
-        pairs = list(zip(graphs, replays, strict=True))
-        starts = np.max([g.of_rank(r.start_us, rank)[ends] for g, r in pairs], axis=0)
-        stops = np.max([g.of_rank(r.stop_us, rank)[ends] for g, r in pairs], axis=0)
+        # Chunks' last backwards; the order of these is the same in all replicas.
+        lasts = [
+            {a.chunk: at for at, a in enumerate(graph.order[rank]) if a.kind == "B"}
+            for graph in graphs
+        ]
+        last = lasts[0]
+        rows = [
+            (g, r, [own[chunk] for chunk in last])
+            for g, r, own in zip(graphs, replays, lasts, strict=True)
+        ]
+        starts = np.max([g.of_rank(r.start_us, rank)[ends] for g, r, ends in rows], axis=0)
+        stops = np.max([g.of_rank(r.stop_us, rank)[ends] for g, r, ends in rows], axis=0)
         free_us = done_us = float(stops.max())
         if not any(costs.reduce_us):
             return [], done_us

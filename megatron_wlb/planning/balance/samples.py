@@ -212,27 +212,30 @@ def slice_samples(
         worst=worst,
     )
     units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)
+    peak_bytes = 0.0
+    if memory is not None:
+        peak_bytes = max(memory.peak_bytes(own) if own.spans else 0.0 for own in units)
+    fits = memory is None or peak_bytes <= memory.limit_bytes
     if shared is not None and any(shared.common):
-        groups = [units[at : at + alike] for at in range(0, len(units), alike)]
-        sliced_us = max(map(slicer.pipeline.simulated_us, groups))
         ways = [_inside(lengths, max_tokens, costs, layout, number, memory, shared, ahead)]
         if alike == 1:  # Replicas that meet would have to have trees alike.
             step = SharedStep(shared, lengths, replica, ahead)
             ways.append(plan_trees(step, slicer.pipeline, layout.dp_size, number))
-        us, found = min(
-            [(way.us, way.units) for way in ways if way is not None],
-            key=itemgetter(0), default=(math.inf, units),
-        )  # fmt: skip
-        if us < sliced_us:
+
+        def simulated_us(replicas: Sequence[Units]) -> float:
+            groups = (replicas[at : at + alike] for at in range(0, len(replicas), alike))
+            return max(map(slicer.pipeline.simulated_us, groups))
+
+        timed = [(simulated_us(way.units), way.units) for way in ways if way is not None]
+        us, found = min(timed, key=itemgetter(0), default=(math.inf, units))
+        if us < (simulated_us(units) if fits else math.inf):
             return plan_of("samples", found, replica)
-    if memory is not None:
-        peaks = [memory.peak_bytes(own) if own.spans else 0.0 for own in units]
-        if max(peaks) > memory.limit_bytes:
-            raise ConfigError(
-                f"slices of {len(lengths)} samples need {max(peaks) / GIB:.2f} GiB, above "
-                f"{memory.limit_bytes / GIB:g} GiB; use more TP, CP or PP, lower max_tokens, or "
-                "give a step fewer long samples"
-            )
+    if memory is not None and not fits:
+        raise ConfigError(
+            f"slices of {len(lengths)} samples need {peak_bytes / GIB:.2f} GiB, above "
+            f"{memory.limit_bytes / GIB:g} GiB; use more TP, CP or PP, lower max_tokens, or "
+            "give a step fewer long samples"
+        )
     return plan_of(SlimPacker.name, units, replica)
 
 

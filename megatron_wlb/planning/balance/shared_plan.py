@@ -30,7 +30,7 @@ from megatron_wlb.cost.schedule.graph import Floats, graph_of
 from megatron_wlb.plan import Sharing, Span, TreePart, Units
 from megatron_wlb.planning.balance.assign import running_order
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
-from megatron_wlb.planning.balance.trees import SharedPrefixes, branch_at, part_of
+from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, branch_at, part_of
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.slicing.pipeline import Pipeline
@@ -43,6 +43,8 @@ pipeline's stages; and the part by which a number grows that has no room."""
 SIMULATED_NUMBERS, SIMULATED = 3, 2
 """Numbers of micro-batches that are simulated, and ways of each."""
 
+MOST_KEYS = 4
+"""Keys of a micro-batch that context-parallel ranks copy, at most, in S_max: those of all paths."""
 GRID = 257
 """Lengths whose times are known; others lie between."""
 
@@ -108,7 +110,7 @@ class SharedStep:
         own: list[int] = []
         us, num_tokens = 0.0, 0
         for number, before, size, own_us, whole_us in self.samples:
-            more = size - before
+            more = max(size - before, self.share_of_keys(size))
             if own and before and us + own_us <= most_us and num_tokens + more <= max_tokens:
                 own.append(number)
                 us, num_tokens = us + own_us, num_tokens + more
@@ -117,6 +119,12 @@ class SharedStep:
                 yield Stretch(own, us, num_tokens)
             own, us, num_tokens = [number], whole_us, size
         yield Stretch(own, us, num_tokens)
+
+    def share_of_keys(self, size: int) -> int:
+        """What a sample counts of S_max for the keys of its whole path, where ranks have a copy of
+        them: context-parallel ranks.
+        """
+        return -(-size // MOST_KEYS) if self.replica.scheme.cp_size > 1 else 0
 
     def inside(self, bins: Sequence[Sequence[int]]) -> Units:
         """What a rank runs whose micro-batches have these samples."""
@@ -167,12 +175,27 @@ class SharedStep:
         for start, stop in pairwise(edges):
             parts = -(-(stop - start) // most)
             step = -(-(stop - start) // (parts * multiple)) * multiple
-            fitting += [min(stop, start + step * part) for part in range(1, parts + 1)]
+            for part in range(1, parts + 1):
+                end = min(stop, start + step * part)
+                while fitting[-1] < end:
+                    fitting.append(self._fitting(paths, fitting[-1], end))
         name, units = paths[0].document.number, []
         for start, stop in pairwise(fitting):
             spans, sharing = part_of(paths, start, stop)
             units.append((spans, sharing._replace(tree=TreePart(name, start, num_rows))))
         return units
+
+    def _fitting(self, paths: Sequence[Path], start: int, stop: int) -> int:
+        """Up to where rows from ``start`` on fit a unit, by the keys that ranks copy."""
+        keys, most, multiple = 0, self.replica.max_tokens, self.replica.scheme.length_multiple
+        for path in paths:
+            if path.first >= stop:
+                break
+            if path.first + path.document.length > start:
+                keys += self.share_of_keys(path.document.offset + path.document.length)
+                if keys > most and path.first >= start + multiple:
+                    return path.first // multiple * multiple
+        return stop
 
 
 class SharedPlan(NamedTuple):
@@ -191,6 +214,8 @@ def plan_inside(step: SharedStep, dp_size: int, number: int | None = None) -> Sh
     """
     total_us, num_tokens = step.total_us / dp_size, step.num_tokens // dp_size
     replica = step.replica
+    if max(step.lengths) > replica.max_tokens:
+        return None
     dealt: list[tuple[float, int, list[list[list[int]]]]] = []
     known: dict[tuple[int, float], int] = {}  # the number that was tried last of the same runs
     for each in [number] if number else _numbers(num_tokens, len(step.lengths), replica):
@@ -200,10 +225,12 @@ def plan_inside(step: SharedStep, dp_size: int, number: int | None = None) -> Sh
             name = len(runs), sum(run.us for run in runs)
             if each <= known.get(name, 0):
                 continue
-            found, needed = _dealt(runs, each, dp_size, replica), each
+            needed, unit = each, replica.number_multiple
+            if number is None:  # none that is empty on all ranks
+                needed = min(each, -(-len(runs) // dp_size // unit) * unit)
+            found = _dealt(runs, needed, dp_size, replica)
             while found is None and number is None:
-                more = max(1, needed // FINE // replica.number_multiple)
-                needed += more * replica.number_multiple
+                needed += max(1, needed // FINE // unit) * unit
                 found = _dealt(runs, needed, dp_size, replica)
             known[name] = needed
             if found is not None:

@@ -26,6 +26,10 @@ from megatron_wlb.reading import shown
 LEAST_SHARED = 64
 """Tokens that are worth a branch of their own: fewer take less time than what attention does
 besides (a kernel call a layer)."""
+ASKED = (
+    "give each sample a tuple (earlier sample, equal leading tokens) or None, or the token ids of "
+    "all samples"
+)
 BLOCK = 4096
 """Tokens that are compared at once."""
 Branch: TypeAlias = tuple[int, int] | None
@@ -77,22 +81,33 @@ class SharedPrefixes:
         """
         if len(branches) != len(lengths):
             raise ConfigError(
-                f"shared has {len(branches)} entries for {len(lengths)} samples; give each sample "
-                "one, None or an earlier sample and how many leading tokens both have"
+                f"shared has {len(branches)} entries for {len(lengths)} samples; {ASKED}"
             )
         parents: list[tuple[int, int]] = []
-        children: list[list[tuple[int, int]]] = [[] for _ in lengths]
-        roots = []
+        longer: dict[int, int] = {}  # samples that another one begins with, and that one
         for number, branch in enumerate(branches):
             if branch is None:
                 parents.append((-1, 0))
-                roots.append(number)
                 continue
             parent, size = _checked(number, branch, lengths)
-            while parents[parent][1] >= size:  # which it shares with that one's parent, too
+            while parent in longer:
+                parent = longer[parent]
+            if size == lengths[parent]:  # the longer one comes first: it has all rows of a history
+                parents.append(parents[parent])
+                parents[parent], longer[parent] = (number, size), number
+            else:
+                parents.append((parent, size))
+        children: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        roots = []
+        for number, (parent, size) in enumerate(parents):
+            while parent in longer and longer[parent] != number:
+                parent = longer[parent]
+            while parent >= 0 and parents[parent][1] >= size:  # shared with that one's parent, too
                 parent = parents[parent][0]
-            parents.append((parent, size))
-            children[parent].append((-size, number))
+            if parent < 0:
+                roots.append(number)
+            else:
+                children[parent].append((-size, number))
         order, common = [], []
         waiting = [(0, root) for root in reversed(roots)]
         while waiting:
@@ -111,13 +126,20 @@ class SharedPrefixes:
 
         Raises :class:`ConfigError` as there, and for ids of other numbers than ``lengths``.
         """
-        if all(branch is None or isinstance(branch, tuple) for branch in shared):
-            return cls.given(shared, lengths)  # type: ignore[arg-type]
-        samples = [np.asarray(ids) for ids in shared]
+        try:
+            every: list[Any] = [*shared]
+        except TypeError:
+            raise ConfigError(f"shared is {shown(shared)}; {ASKED}") from None
+        if all(branch is None or isinstance(branch, tuple) for branch in every):
+            return cls.given(every, lengths)
+        try:
+            samples = [np.asarray(ids) for ids in every]
+        except ValueError:
+            samples = []
         if [ids.shape for ids in samples] != [(length,) for length in lengths]:
             raise ConfigError(
-                f"shared has {len(samples)} lists for {len(lengths)} samples, or of other lengths; "
-                "give the token ids of each sample, or (earlier sample, tokens) or None"
+                f"shared has {len(every)} entries for {len(lengths)} samples, not all of which are "
+                f"tuples or None, nor as long as the samples; {ASKED}"
             )
         if len({ids.dtype for ids in samples}) > 1:  # beginnings are compared byte by byte
             samples = [ids.astype(np.int64) for ids in samples]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_wlb.cost import Parallelism
-from megatron_wlb.cost.schedule.graph import Floats, Graph
+from megatron_wlb.cost.schedule.graph import Floats, Graph, graph_of
 from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import HOST, LAYERS, NOTHING, Recomputed, UnitTable
@@ -43,7 +43,11 @@ class Pipeline:
         """Time of forwards and backwards of replicas that run alike, or of one."""
         times, gaps, tokens = zip(*map(self.times_us, group), strict=True)
         layout, experts = self.layout, self.costs.experts
-        graph = slice_graph(layout.pp_size, tuple(group[0].chains), layout.vpp_size)
+        if group[0].chains:
+            graph = slice_graph(layout.pp_size, tuple(group[0].chains), layout.vpp_size)
+        else:  # Megatron's own schedule
+            number = len(group[0].spans)
+            graph = graph_of(layout.pp_size, layout.vpp_size, number, layout.group_size)
         copies = [self._copies(graph, units) for units in group]
         if experts is None:
             given = zip(times, gaps, copies, strict=True)

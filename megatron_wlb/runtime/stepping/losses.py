@@ -110,14 +110,17 @@ class OwnLoss:
     ) -> OwnLoss:
         """``labels`` are ``[T/CP]``, of the ``local`` tokens of the micro-batch."""
         found: list[tuple[npt.NDArray[Any], ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
+        owners_of: dict[tuple[int, ...], int] = {}  # one of what a document runs and shares
         documents: list[Document] = []
         for part in targeted(plan, np.arange(plan.padded_length)[local]):
             weights = part.weights()
             counted = np.flatnonzero(weights)
-            owners = np.full(len(counted), len(documents))
+            name = part.document.corpus, part.document.number, part.document.offset
+            owner = owners_of.setdefault(name, len(documents))
+            documents += [part.document] if owner == len(documents) else []
+            owners = np.full(len(counted), owner)
             rows = part.rows.start + counted
             found.append((rows, owners, part.labels[counted], weights[counted]))
-            documents.append(part.document)
         rows, owners, places, weights = map(np.concatenate, zip(*found, strict=True))
         numbers = np.array([document.number for document in documents], dtype=int)
         targets = TargetTokens(

@@ -94,8 +94,9 @@ class SampleTrainer:
             samples: token ids of each, ``[length]``.
             weights: what each token's loss counts, ``[length]``: 0 for prompts; None: each one 1.
             groups: as :func:`megatron_wlb.plan_batch` has it.
-            shared: whether samples that begin alike share what they have in common in a
-                micro-batch, where that is faster. Losses and gradients stay what they are.
+            shared: whether samples that begin alike share what they have in common, in a
+                micro-batch or with ``slim`` in trees over several, where that is faster. Losses and
+                gradients stay what they are.
 
         Raises:
             WLBError: samples that cannot be placed, or weights that do not fit them; a model in

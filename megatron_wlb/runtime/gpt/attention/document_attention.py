@@ -182,12 +182,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         if self.training and options.dropping is not None:
             kernel, numbers = options.dropping, own_numbers(options.seed)
         run = None
+        # On a GPU a head start tells that the kernel was seen to give the same in two parts;
+        # there a single chunk attends to several parts of its prefix at once, too.
+        joined_from = 1 if options.head_start_bytes is not None else None
+        if query.device.type == "cpu":
+            joined_from = 2
         if cut is not None:
-            # On a GPU a head start tells that the kernel was seen to give the same in two parts;
-            # there a single chunk attends to several parts of its prefix at once, too.
-            joined_from = 1 if options.head_start_bytes is not None else None
-            if query.device.type == "cpu":
-                joined_from = 2
             known = kernel, self.softmax_scale, self.value_dim, joined_from
             run = LayerSlice(cut, self.layer_number, *known)
         with numbers:
@@ -215,8 +215,14 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 if run is not None:
                     out = slice_attention(query, key, value, run, params.segments)
                 elif params.shared is not None:
-                    rest = kernel, self.softmax_scale
-                    out = params.shared.attention(query, key, value, *rest)
+                    out = params.shared.attention(
+                        query,
+                        key,
+                        value,
+                        kernel,
+                        self.softmax_scale,
+                        may_join=joined_from is not None,
+                    )
                 else:
                     assert params.segments is not None
                     out = kernel(query, key, value, params.segments, self.softmax_scale)

@@ -21,8 +21,9 @@ dimension.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -140,12 +141,20 @@ class SharedRows:
         return cls(start, own_rows, (), paths, tuple(keys), joins=False)
 
     def call(
-        self, query: torch.Tensor, halves: Halves, kernel: VarlenKernel, scale: float, keep: bool
+        self,
+        query: torch.Tensor,
+        halves: Halves,
+        kernel: VarlenKernel,
+        scale: float,
+        *,
+        keep: bool,
+        may_join: bool,
     ) -> SharedCall:
         """``[q, H, D]`` queries to keys and values of all rows. With ``keep``, and gradients
-        enabled, it can be differentiated.
+        enabled, it can be differentiated. ``may_join`` says that the kernel was seen to give the
+        same in two parts.
         """
-        joins = self.joins and self.own.reach_tokens is None and len(self.keys) > 1
+        joins = may_join and self.joins and self.own.reach_tokens is None and len(self.keys) > 1
         if isinstance(kernel, LseKernel) and joins:
             return _JoinedRows(kernel, self, query, halves, scale)
         if len(self.keys) == 1:
@@ -162,10 +171,15 @@ class SharedRows:
         value: torch.Tensor,
         kernel: VarlenKernel,
         scale: float,
+        *,
+        may_join: bool,
     ) -> torch.Tensor:
-        """``[T, H, D], [T, G, D], [T, G, Dv] -> [T, H, Dv]``, with all tokens on this rank."""
+        """``[T, H, D], [T, G, D], [T, G, Dv] -> [T, H, Dv]``, with all tokens on this rank;
+        ``may_join`` is as in :meth:`call`.
+        """
         apply: Any = _SharedAttention.apply
-        out: torch.Tensor = apply(query, key, value, self, kernel, scale, torch.is_grad_enabled())
+        run = partial(self.call, kernel=kernel, scale=scale, may_join=may_join)
+        out: torch.Tensor = apply(query, key, value, run, torch.is_grad_enabled())
         return out
 
 
@@ -278,15 +292,12 @@ class _SharedAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        shared: SharedRows,
-        kernel: VarlenKernel,
-        scale: float,
+        run: Callable[..., SharedCall],
         keep: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(key, value)
         with torch.set_grad_enabled(keep):
-            halves = key.detach(), value.detach()
-            ctx.call = shared.call(query, halves, kernel, scale, keep)
+            ctx.call = run(query, (key.detach(), value.detach()), keep=keep)
         out: torch.Tensor = ctx.call.out.detach()
         return out
 
@@ -299,7 +310,7 @@ class _SharedAttention(torch.autograd.Function):
         grad_query = call.backward(grad, sums)
         pairs = zip(sums, halves, strict=True)
         grads = [total.to(half.dtype) for total, half in pairs]
-        return grad_query, *grads, None, None, None, None
+        return grad_query, *grads, None, None
 
 
 def _size(run: slice) -> int:

@@ -366,7 +366,12 @@ class LayerSlice:
         """
         if self.slice.rows is not None:
             halves = self.halves(pair)
-            return [self.slice.rows.call(query, halves, self.kernel, self.scale, keep)]
+            may_join = self.joined_from is not None
+            return [
+                self.slice.rows.call(
+                    query, halves, self.kernel, self.scale, keep=keep, may_join=may_join
+                )
+            ]
         if self._is_joined:
             kernel = cast(LseKernel, self.kernel)
             return [PrefixCall(kernel, self.slice, query, self.halves(pair), self.scale)]

@@ -112,13 +112,89 @@ def test_given_branches_are_what_is_found() -> None:
         ([None, (0, 0)], r"shared has \(0, 0\) for sample 1"),
         ([None, (0,)], r"shared has \(0,\) for sample 1"),
         ([None, (0, 1.5)], r"shared has \(0, 1.5\) for sample 1"),
-        ([[1] * 8, [1] * 7], "2 lists for 2 samples, or of other lengths"),
-        ([[1] * 8], "1 lists for 2 samples"),
+        ([[1] * 8, [1] * 7], "2 entries for 2 samples, not all of which are tuples or None"),
+        ([[1] * 8], "1 entries for 2 samples"),
+        ([None, [0, 4]], "give each sample a tuple"),
+        ([[1] * 8, [[1], [2, 3]]], "give each sample a tuple"),
+        (True, "shared is True; give each sample a tuple"),
     ],
 )
 def test_wrong_branches_are_refused(shared: list, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         wlb.plan_batch([8, 8], max_tokens=64, shared=shared)
+
+
+def test_histories_are_rows_of_the_longest_sample() -> None:
+    """Each turn begins with the whole one before; a branch of an early turn is one of the last."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 1000, 500)
+    turns = [tokens[:stop] for stop in (100, 180, 300, 500)]
+    side = np.concatenate([tokens[:150], random.integers(1000, 2000, 60)])
+    samples = [*turns[:2], side, *turns[2:], tokens[:90]]
+    given = [None, (0, 100), (1, 150), (1, 180), (3, 300), (0, 90)]
+    lengths = list(map(len, samples))
+    prefixes = SharedPrefixes.of(given, lengths)
+    assert prefixes.order[0] == 4  # the longest
+    assert sorted(prefixes.common) == [0, 90, 100, 150, 180, 300]
+    paths = prefixes.paths(range(6), lengths, 0)
+    assert all(len(path.above) <= 1 for path in paths)
+
+
+def test_samples_up_to_the_cap_are_planned() -> None:
+    """Above its last multiple they run in slices, and never inside a micro-batch."""
+    lengths, given = [1001, 900, 901], [None, (0, 800), (0, 800)]
+    for layout in (PP4, wlb.Parallelism(tp_size=2, pp_size=2, vpp_size=2, dp_size=2)):
+        plan = wlb.plan_batch(
+            lengths, max_tokens=1001, layout=layout, cost="7b", shared=given, slices=True
+        )
+        assert max(m.padded_length for m in plan) <= 1001
+        wlb.simulate_step(plan, layout)
+
+
+def test_no_micro_batch_is_empty_on_all_ranks() -> None:
+    samples = [s for seed in range(2) for s in group(32000, 16, 2000, seed)]
+    layout = wlb.Parallelism(tp_size=4, pp_size=2, dp_size=2, sequence_parallel=True)
+    plan = wlb.plan_batch(
+        list(map(len, samples)), max_tokens=65536, layout=layout, cost="7b", shared=samples
+    )
+    assert all(any(m.length for m in each) for each in zip(*plan.micro_batches, strict=True))
+
+
+def test_sharing_never_makes_steps_with_experts_slower() -> None:
+    random = np.random.default_rng(5)
+    layout = wlb.Parallelism(
+        tp_size=1, pp_size=2, dp_size=4, ep_size=4, etp_size=1, sequence_parallel=False
+    )
+    for _ in range(3):
+        lengths = [300 + int(n) for n in random.lognormal(7.5, 1, 40)]
+        given = [None if n % 4 == 0 else (n - n % 4, 200) for n in range(40)]
+        us = []
+        for shared in (None, given):
+            plan = wlb.plan_batch(
+                lengths, max_tokens=65536, layout=layout, cost="qwen3-30b-a3b", shared=shared,
+                slices=True,
+            )  # fmt: skip
+            us.append(wlb.simulate_step(plan, layout, model="qwen3-30b-a3b").pipeline_us)
+        assert us[1] < 1.01 * us[0]
+
+
+def test_named_models_with_states_do_not_share() -> None:
+    with pytest.raises(ConfigError, match=r"qwen3\.5-35b-a3b cannot share prefixes"):
+        wlb.plan_batch([8, 8], max_tokens=64, cost="qwen3.5-35b-a3b", shared=[None, (0, 4)])
+
+
+def test_keys_that_ranks_copy_are_few() -> None:
+    """Under context parallelism at most four times S_max in a micro-batch."""
+    samples = group(16000, 128, 64)
+    layout = wlb.Parallelism(tp_size=4, cp_size=2, pp_size=2, sequence_parallel=True)
+    for slices in (False, True):
+        plan = wlb.plan_batch(
+            list(map(len, samples)), max_tokens=32768, layout=layout, cost="7b",
+            shared=samples, slices=slices,
+        )  # fmt: skip
+        assert plan.num_tokens < 0.3 * sum(map(len, samples))
+        keys = [sum(m.places) + m.length for m in plan]
+        assert max(keys) <= 4.5 * 32768
 
 
 def test_groups_do_not_share() -> None:
