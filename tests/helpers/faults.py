@@ -191,15 +191,15 @@ def first_to_last_unguarded(runner) -> Iterator[None]:
 def take_another_documents_keys(runner) -> Iterator[None]:
     """The last slice of each document looks for keys under another document's name."""
     store = runner.batches.slices
-    right = store.slice
+    right = store.part
 
-    def wrong(span, divided):
-        found = right(span, divided)
-        if span.stop < span.document.length:
+    def wrong(plan):
+        found = right(plan)
+        if found is None or found.stop < found.length:
             return found
         return dataclasses.replace(found, document=(found.document[0] + 1, 0))
 
-    with mock.patch.object(store, "slice", wrong):
+    with mock.patch.object(store, "part", wrong):
         yield
 
 
@@ -273,14 +273,15 @@ def shift_across_documents(runner):
 
 def by_one(runner, shift=lambda runs: tuple((a + 1, b + 1, w) for a, b, w in runs)):
     """Reads the targets as if they stood one token further on."""
-    from megatron_wlb.runtime.stepping import batch
+    from megatron_wlb.runtime.stepping import losses
 
-    right = batch._weigh
+    right = losses.Targeted.weights
 
-    def off(mask, document, before):
-        right(mask, document._replace(targets=shift(document.targets)), before)
+    def off(part, depth=0):
+        document = part.document._replace(targets=shift(part.document.targets))
+        return right(part._replace(document=document), depth)
 
-    return mock.patch.object(batch, "_weigh", off)
+    return mock.patch.object(losses.Targeted, "weights", off)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ Both are simulated for a few numbers of micro-batches.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.slicing.pipeline import Pipeline
 
-CUTS = (4.0, 2.0, 1.0, 0.5)
+CUTS = (4.0, 2.0, 1.0)
 """The most work of a run, in shares of a micro-batch's where nothing runs twice, that are tried."""
 STEP, MOST_TIMES, FINE = 1.35, 8, 32
 """Between numbers of micro-batches that are looked at; up to how often the fewest, and the
@@ -232,7 +233,7 @@ def plan_inside(step: SharedStep, dp_size: int, number: int | None = None) -> Sh
             while found is None and number is None:
                 needed += max(1, needed // FINE // unit) * unit
                 found = _dealt(runs, needed, dp_size, replica)
-            known[name] = needed
+            known[name] = needed if needed >= each else sys.maxsize
             if found is not None:
                 dealt.append((found[0], needed, found[1]))
     best: tuple[float, list[list[list[int]]]] | None = None
