@@ -258,7 +258,7 @@ def calls_of_kernel(cp_size: int) -> list[tuple[int, int, int]]:
 
 def errors_in_parts(cp_size: int) -> tuple[list[float], int]:
     """As on a device with processors to spare, three parts of the prefix at once; how often."""
-    where = "megatron_wlb.runtime.gpt.attention.slice_attention"
+    where = "megatron_wlb.runtime.gpt.attention.joined_rows"
     with mock.patch(f"{where}.TILE", 4), mock.patch(f"{where}.key_parts", return_value=3) as chosen:
         errors = largest_errors(cp_size, head_start_bytes=1 << 40)
     return errors, chosen.call_count

@@ -14,6 +14,7 @@ import torch
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention import key_exchange
 from megatron_wlb.runtime.gpt.attention.context_parallel import context_attention
+from megatron_wlb.runtime.gpt.attention.joined_rows import RowsSeen
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.key_exchange import ContextParallel, KeyGather
 from megatron_wlb.runtime.gpt.attention.slice_attention import (
@@ -206,8 +207,9 @@ def in_slices(
         cut = KVSlice(store, (0, 0), start, stop, cuts[-1], (chunk,), (stop - in_reach,))
         if joined_from == 1:
             own = Segments.of([stop - start], device=query.device)
-            before = [stop - start], [start], query.device
-            cut = replace(cut, own=own, before=Segments.of_unlike(*before) if start else None)
+            rows = slice(0, start), [slice(0, stop - start)]
+            before = RowsSeen.of(*rows, query.device) if start else None
+            cut = replace(cut, own=own, before=before)
         run = LayerSlice(cut, 1, kernel, scale, joined_from=joined_from)
         out = slice_attention(q, k, v, run)
         passes.append((out, (q, k, v), grad[start:stop]))

@@ -403,15 +403,15 @@ def rotate_by_rows(runner: Any) -> Any:
 
 def leave_out_a_childs_gradients(_runner: Any) -> Any:
     """One call gives the keys and values above it no gradients."""
-    from megatron_wlb.runtime.gpt.attention import shared_rows
+    from megatron_wlb.runtime.gpt.attention.joined_rows import JoinedRows
 
-    right = shared_rows._JoinedRows.backward
+    right = JoinedRows.backward
 
     def lacking(call, grad, sums):
-        call.shared = dataclasses.replace(call.shared, above=call.shared.above[1:])
+        call.seen = call.seen[1:]
         return right(call, grad, sums)
 
-    return mock.patch.object(shared_rows._JoinedRows, "backward", lacking)
+    return mock.patch.object(JoinedRows, "backward", lacking)
 
 
 def count_shared_labels_once(_runner: Any) -> Any:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from megatron_wlb.extensions import load
 from megatron_wlb.plan import MicroBatchPlan, RowRun, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.document_attention import PlanSeqParams
+from megatron_wlb.runtime.gpt.attention.joined_rows import RowsSeen
 from megatron_wlb.runtime.gpt.attention.kernels import Segments
 from megatron_wlb.runtime.gpt.attention.key_exchange import KeyGather
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
@@ -86,11 +87,15 @@ def local_params(
 
     ``lengths`` are the tokens of each attention segment, ``positions`` ``[T]`` those of each token
     in its document. ``cut`` is the slice that the first segment is, if it is one, or the part of a
-    tree that all documents are. ``group`` are the
-    ranks, if they are others than the model's context-parallel ranks. ``reach_tokens`` are the most
-    keys that a query sees in layers of a sliding window, if there are any. ``above`` are the rows
-    that each segment shares (:attr:`.Sharing.above`).
+    tree that all documents are. ``group`` are the ranks, if they are others than the model's
+    context-parallel ranks. ``reach_tokens`` are the most keys that a query sees in layers of a
+    sliding window, if there are any. ``above`` are the rows that each segment shares
+    (:attr:`.Sharing.above`).
     """
+
+    def in_tree(cut: KVSlice, reach: int | None, chunks: Any = None) -> KVSlice:
+        given = lengths[: len(above)], above, device, reach, cut.start, chunks
+        return replace(cut, rows=load("shared rows").of(*given))
 
     def made(reach: int | None) -> tuple[IntArray | slice, PlanSeqParams]:
         def segments_of(queries: Sequence[int], keys: Sequence[int]) -> Segments | None:
@@ -99,9 +104,7 @@ def local_params(
         if cp_size == 1:
             whole_cut, shared, others = None, None, lengths
             if cut is not None and cut.of_tree:
-                own, others = lengths[: len(above)], lengths[len(above) :]
-                rows = load("shared rows").of(own, above, device, reach, cut.start)
-                whole_cut = replace(cut, rows=rows)
+                whole_cut, others = in_tree(cut, reach), lengths[len(above) :]
             elif cut is not None:
                 whole_cut = _cut_in_chunks(cut, [(cut.stop - cut.start,) * 2], device, reach)
                 others = lengths[1:]
@@ -118,10 +121,8 @@ def local_params(
             whole = whole if reach is None else whole.within(reach)
             slice_rows = layout.token_rows[: cut.stop - cut.start]
             if cut.of_tree:
-                begins = layout.tokens[np.cumsum(chunks[:, 0]) - chunks[:, 0]]
-                given = lengths[: len(above)], above, begins.tolist(), chunks.tolist()
-                rows = load("shared rows").of_chunks(*given, device, reach, cut.start)
-                parts = replace(cut, rows=rows)
+                first_tokens = layout.tokens[np.cumsum(chunks[:, 0]) - chunks[:, 0]]
+                parts = in_tree(cut, reach, np.column_stack([first_tokens, chunks]).tolist())
             else:
                 parts = _cut_in_chunks(cut, chunks.tolist(), device, reach)
         segments = segments_of(whole.lengths_q.tolist(), whole.lengths_k.tolist())
@@ -153,7 +154,9 @@ def _cut_in_chunks(
     if reach_tokens is not None or len(chunks) < 2 - bool(cut.start):
         return cut
     queries, keys = zip(*chunks, strict=True)
-    before = Segments.of_unlike([sum(queries)], [cut.start], device) if cut.start else None
+    before = None
+    if cut.start:
+        before = RowsSeen.of(slice(0, cut.start), [slice(0, sum(queries))], device)
     return replace(cut, own=Segments.of(queries, keys, device), before=before)
 
 

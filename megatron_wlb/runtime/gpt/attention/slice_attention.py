@@ -10,7 +10,7 @@ Autograd holds no key or value but views of the buffer.
 A rank of several has chunks of a slice. If each were a call of its own, short queries would meet
 the whole prefix in one call after another, which leaves a GPU idle. So where the kernel tells
 log-sum-exps, all of the slice's local queries attend to the rows before the slice in one call, and
-in another to the slice's own (:class:`PrefixCall`).
+in another to the slice's own (:class:`.JoinedRows`).
 
 A layer of a document of ``L`` tokens holds ``2·L·G·D`` numbers in the activations' dtype from its
 first forward to its last backward, and as many of at least fp32 from its first backward on.
@@ -23,36 +23,26 @@ Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatron_wlb.cost.attention_latency import TILE, key_parts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan
+from megatron_wlb.runtime.gpt.attention.joined_rows import JoinedRows, RowsSeen
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel, join
+from megatron_wlb.runtime.gpt.attention.kernels.kernel import KernelCall, LseKernel
 from megatron_wlb.runtime.gpt.attention.key_exchange import UnderWay, halves
 
 if TYPE_CHECKING:
-    from megatron_wlb.runtime.gpt.attention.shared_rows import SharedCall, SharedRows
+    from megatron_wlb.runtime.gpt.attention.shared_rows import CopiedRows, SharedRows
 
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
 RowsKey: TypeAlias = tuple[tuple[Key, int], int, int]
 """Whose rows: of which document and layer, from which to which."""
-
-
-@cache
-def num_processors(device: torch.device) -> int:
-    """Blocks of a kernel that run at once: multiprocessors of a GPU, 1 elsewhere."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Buffer:
@@ -158,8 +148,8 @@ class KVSlice:
     """The row of each chunk's first key; 0 if not given."""
     own: Segments | None = None
     """The same queries, to the slice's own keys alone; None where there are no others."""
-    before: Segments | None = None
-    """All of them, to the rows before the slice, if there are any."""
+    before: RowsSeen | None = None
+    """The rows before the slice, if there are any, which all of them see."""
     divided: bool = False
     """Whether context-parallel ranks divide the document's keys and values."""
     first_row: int = 0
@@ -168,28 +158,6 @@ class KVSlice:
     """Whether it is a part of a tree, whose queries do not see all rows before their own."""
     rows: SharedRows | None = None
     """What they see then."""
-    _in_parts: dict[int, Segments] = field(default_factory=dict)
-
-    def before_in(self, parts: int) -> Segments:
-        """The same queries once for each of so many parts of these rows, in whole tiles."""
-        if parts not in self._in_parts:
-            assert self.before is not None
-            num_queries, device = self.before.max_q, self.before.cu_seqlens_q.device
-            # On the device, too: to copy them there would pin memory in the middle of a step.
-            places = torch.arange(parts + 1, device=device)
-            starts = places * self.start // parts // TILE * TILE
-            starts[-1:].fill_(self.start)
-            cuts = [self.start * at // parts // TILE * TILE for at in range(parts)]
-            keys = [stop - start for start, stop in pairwise([*cuts, self.start])]
-            self._in_parts[parts] = Segments(
-                (num_queries,) * parts,
-                tuple(keys),
-                (places * num_queries).int(),
-                starts.int(),
-                num_queries,
-                max(keys),
-            )
-        return self._in_parts[parts]
 
     @property
     def num_queries(self) -> int:
@@ -207,78 +175,7 @@ class KVSlice:
         ]
 
 
-class PrefixCall:
-    """A slice's queries to its own rows, and to all rows before it: two calls, joined by their
-    log-sum-exps. In backward each gives its part of the gradients by the joint output.
-
-    In forward a kernel has a block for each tile of queries and head. Where these leave processors
-    of the device idle, the queries attend to several parts of the rows before them at once.
-    """
-
-    def __init__(
-        self,
-        kernel: LseKernel,
-        cut: KVSlice,
-        query: torch.Tensor,
-        halves: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-    ) -> None:
-        """``query`` ``[q, H, D]``; ``halves`` are keys and values ``[L, G, D]`` of the document."""
-        assert cut.own is not None
-        self.kernel, self.cut, self.own, self.scale = kernel, cut, cut.own, scale
-        self.query, self.halves = query.detach(), halves
-        key, value = self._own()
-        self.out, self.lse = kernel.forward(self.query, key, value, self.own, scale, causal=True)
-        if cut.before is not None:
-            num_queries, num_heads = self.query.shape[:2]
-            blocks = -(-num_queries // TILE) * num_heads
-            parts = min(key_parts(blocks, num_processors(query.device)), cut.start // TILE or 1)
-            repeated = self.query.expand(parts, *self.query.shape).flatten(0, 1)
-            key, value = self._before(halves)
-            outs, lses = kernel.forward(
-                repeated, key, value, cut.before_in(parts), scale, causal=False
-            )
-            pairs = (torch.split(part, num_queries) for part in (outs, lses.t()))
-            for out, lse in zip(*pairs, strict=True):
-                join(self.out, self.lse.t(), out, lse)
-
-    @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """What is kept for the backward, but keys and values."""
-        return self.query, self.out, self.lse
-
-    def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Gradients of the queries. Those of keys and values are added to ``sums``
-        ``[L, G, D]``.
-        """
-        joint = self.out, self.lse
-        key, value = self._own()
-        grad_query, *own = self.kernel.backward(
-            grad, self.query, key, value, *joint, self.own, self.scale, causal=True
-        )
-        for half, total in zip(own, sums, strict=True):
-            for part in torch.split(half, list(self.own.lengths_k)):
-                total[self.cut.start : self.cut.start + len(part)] += part
-        if self.cut.before is not None:
-            key, value = self._before(self.halves)
-            part, *before = self.kernel.backward(
-                grad, self.query, key, value, *joint, self.cut.before, self.scale, causal=False
-            )
-            grad_query += part
-            for half, total in zip(before, self._before(sums), strict=True):
-                total += half
-        return grad_query
-
-    def _own(self) -> list[torch.Tensor]:
-        """Keys and values of each chunk, of the slice alone; few, so they are copied."""
-        start, lengths = self.cut.start, self.own.lengths_k
-        return [torch.cat([half[start : start + n] for n in lengths]) for half in self.halves]
-
-    def _before(self, halves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [half[: self.cut.start] for half in halves]
-
-
-SliceCall: TypeAlias = "KernelCall | PrefixCall | SharedCall"
+SliceCall: TypeAlias = "KernelCall | JoinedRows | CopiedRows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +253,7 @@ class LayerSlice:
 
     @property
     def _is_joined(self) -> bool:
-        if self.slice.own is None or self.joined_from is None:
+        if self.joined_from is None:
             return False
         return len(self.slice.chunks) >= self.joined_from and isinstance(self.kernel, LseKernel)
 
@@ -372,9 +269,11 @@ class LayerSlice:
                     query, halves, self.kernel, self.scale, keep=keep, may_join=may_join
                 )
             ]
-        if self._is_joined:
-            kernel = cast(LseKernel, self.kernel)
-            return [PrefixCall(kernel, self.slice, query, self.halves(pair), self.scale)]
+        if (own := self.slice.own) is not None and self._is_joined:
+            kernel, start = cast(LseKernel, self.kernel), self.slice.start
+            rows = [slice(start, start + number) for number in own.lengths_k]
+            seen = [] if self.slice.before is None else [self.slice.before]
+            return [JoinedRows(kernel, query, self.halves(pair), self.scale, own, rows, seen)]
         queries = torch.split(query, [chunk.max_q for chunk in self.slice.chunks])
         return [
             KernelCall.of(self.kernel, own, *self.halves(pair[rows]), chunk, self.scale, keep)

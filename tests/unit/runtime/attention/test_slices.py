@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span
+from megatron_wlb.runtime.gpt.attention.joined_rows import RowsSeen
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
@@ -31,7 +32,8 @@ def run_of(
     store: SliceStore, span: Span, kernel: VarlenKernel = sdpa_varlen, joined_from: int = 2
 ) -> LayerSlice:
     cut = store.part(MicroBatchPlan(0, (span,), span.length, 1.0))
-    before = Segments.of_unlike([span.length], [span.start], "cpu") if span.start else None
+    rows = slice(0, span.start), [slice(0, span.length)]
+    before = RowsSeen.of(*rows, "cpu") if span.start else None
     own = Segments.of([span.length])
     chunks = (Segments.of([span.length], [span.stop]),)
     cut = replace(cut, chunks=chunks, own=own, before=before)
@@ -120,7 +122,7 @@ def assert_equal(
 def test_parts_of_the_rows_before_are_joined(
     cuts: Sequence[int], again: bool, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = "megatron_wlb.runtime.gpt.attention.slice_attention"
+    where = "megatron_wlb.runtime.gpt.attention.joined_rows"
     monkeypatch.setattr(f"{where}.TILE", 16)
     monkeypatch.setattr(f"{where}.key_parts", lambda blocks, processors: num_parts)
     given = Sliced(cuts, kernel=torch_cpu_varlen, again=again, joined_from=1)
@@ -129,7 +131,7 @@ def test_parts_of_the_rows_before_are_joined(
     cut, num = run_of(given.store, span).slice, min(num_parts, max(1, span.start // 16))
     with monkeypatch.context() as patched:  # in a pass nothing is copied to the device
         patched.delattr(f"{Segments.__module__}.to_device")
-        parts = cut.before_in(num)
+        parts = cut.before.in_parts(num)
     assert sum(parts.lengths_k) == span.start
     assert set(parts.lengths_q) == {span.length}
     told = Segments.of_unlike(parts.lengths_q, parts.lengths_k, "cpu")
