@@ -180,6 +180,11 @@ def test_trees_in_another_order_are_refused(wrong: Differences) -> None:
         wrong(SLICED, in_megatrons_order, trees_for, TREES)
 
 
+def test_states_of_samples_that_share_are_refused(wrong: Differences) -> None:
+    with pytest.raises(PlanError, match="layers of G and M hand a state to one sample alone"):
+        wrong(Layout("delta", 3), plan_for=shared_for, workload=TREES)
+
+
 def lacking_on_the_last_rank(plan: StepPlan) -> StepPlan:
     own = tuple(m for m in plan.micro_batches[1] if not m.replicas)
     chains = (plan.chains[0], plan.chains[1][1:])

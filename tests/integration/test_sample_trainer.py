@@ -80,6 +80,7 @@ LONG = {"wlb_max_tokens": 400, "max_position_embeddings": 128}
         (2, {"pipeline_model_parallel_size": 2}),
         (4, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
         (2, {"multi_latent_attention": True, "kv_lora_rank": 8, "position_embedding_type": "rope"}),
+        (1, {"mtp_num_layers": 2}),
         (2, TREES | {"pipeline_model_parallel_size": 2}),
         (4, TREES | {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
         (
@@ -89,7 +90,16 @@ LONG = {"wlb_max_tokens": 400, "max_position_embeddings": 128}
             | {"num_virtual_stages_per_pipeline_rank": 2},
         ),
     ],
-    ids=["one process", "PP", "CP, EP", "latents", "trees", "trees, CP", "trees, VPP"],
+    ids=[
+        "one process",
+        "PP",
+        "CP, EP",
+        "latents",
+        "prediction",
+        "trees",
+        "trees, CP",
+        "trees, VPP",
+    ],
 )
 def test_samples_that_share_train_what_whole_ones_do(
     tmp_path: Path, ranks: int, layout: dict

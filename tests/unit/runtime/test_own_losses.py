@@ -62,6 +62,7 @@ def test_shared_token_is_a_target_of_each_sample() -> None:
         own = OwnLoss.of(lambda log_probs, _: -log_probs, plan, local, np.arange(9)[local])
         of = own.targets
         assert list(zip(of.samples.tolist(), of.positions.tolist(), strict=True)) == known
+        assert len(set(of.owners.tolist())) == len(of.documents) == 2
         weights = {(0, n): 1.0 for n in range(6)} | {(1, 4): 2.0, (1, 2): 0.5}
         assert of.weights.tolist() == [weights[each] for each in known]
 

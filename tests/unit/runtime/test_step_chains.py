@@ -14,7 +14,7 @@ from helpers.workload import make_workload
 
 from megatron_wlb.cost.slices import NOTHING
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import MicroBatchPlan, RowRun, Sharing, Span, StepPlan, TreePart
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.stepping.step import StepRunner, check_chains
 
@@ -45,6 +45,45 @@ SHARED = plan_of(
 )
 def test_chains_that_fit_pass(plan: StepPlan) -> None:
     check_chains(plan)
+
+
+def tree_of(*parts: tuple[int, int, int]) -> tuple[MicroBatchPlan, ...]:
+    """Micro-batches of trees: a name, the first row, and how many."""
+    sizes = {1: 10, 2: 9}
+    return tuple(
+        MicroBatchPlan(
+            n, (Span({1: LONG, 2: OTHER}[name], start, start + rows),), 16, 1.0,
+            sharing=Sharing(((RowRun(0, start),) if start else (),), (),
+                            TreePart(name, start, sizes[name])),
+        )
+        for n, (name, start, rows) in enumerate(parts)
+    )  # fmt: skip
+
+
+GOOD_TREES = tree_of((1, 0, 4), (1, 4, 6), (2, 0, 3), (2, 3, 6))
+
+
+def test_trees_that_are_whole_pass() -> None:
+    check_chains(StepPlan(5, "by hand", (GOOD_TREES,), 0, 0, ((4,),)))
+    check_chains(StepPlan(5, "by hand", (GOOD_TREES,), 0, 0, ((2, 2),)))
+
+
+@pytest.mark.parametrize(
+    ("units", "chains", "said"),
+    [
+        (GOOD_TREES, (1, 3), "ends at row 4 of tree 1"),
+        (GOOD_TREES[:3], (3,), "ends at row 3 of tree 2"),
+        (tree_of((1, 0, 4), (1, 5, 5)), (2,), "come to row 4 of tree 1"),
+        (tree_of((1, 4, 6), (1, 0, 4)), (2,), "come to row 0 of tree -1"),
+        (tree_of((1, 0, 4), (2, 4, 5)), (2,), "come to row 4 of tree 1"),
+        ((GOOD_TREES[0], dataclasses.replace(GOOD_TREES[1], divided=True)), (2,), "which no"),
+    ],
+)
+def test_trees_in_parts_are_refused(
+    units: tuple[MicroBatchPlan, ...], chains: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        check_chains(StepPlan(5, "by hand", (units,), 0, 0, (chains,)))
 
 
 REFUSED = {

@@ -118,6 +118,23 @@ def test_data_parallel_ranks_meet_at_the_reduction_and_all_ranks_at_the_update()
     assert sum(part.stop_us - part.start_us for part in path) == pytest.approx(line.step_us)
 
 
+def test_replicas_of_very_unlike_numbers_reduce_when_the_last_is_done():
+    """One has a single micro-batch, the other a chain and many, over virtual stages."""
+    documents = [Document(0, n, 0, 40, True, 0, n, 0) for n in range(9)]
+    layout = Parallelism(pp_size=2, vpp_size=2, dp_size=2)
+    costs = StepCosts(StageCosts.even(COST, 4), reduce_us=(7.0,) * 4)
+    spans = [Span(documents[0], 0, 25), Span(documents[0], 25, 40)]
+    spans += [Span(document, 0, 40) for document in documents[2:]]
+    few = (MicroBatchPlan(20, (Span(documents[1], 0, 40),), 40, 1.0),)
+    many = tuple(MicroBatchPlan(n, (s,), s.length, 1.0) for n, s in enumerate(spans))
+    for ranks, chains in (
+        ((few, many), ((1,), (2, *[1] * 7))),
+        ((many, few), ((2, *[1] * 7), (1,))),
+    ):
+        line = Simulator(costs, layout).step(StepPlan(0, "slim", ranks, 0, 0, chains))
+        assert line.step_us >= line.pipeline_us + 7.0
+
+
 def test_critical_path_fills_a_step_of_unequal_micro_batches_and_stages():
     random = np.random.default_rng(5)
     for vpp_size in (1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from helpers.workload import make_trees
 import megatron_wlb as wlb
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.plan import MicroBatchPlan, StepPlan
+from megatron_wlb.plan import MicroBatchPlan, RowRun, Sharing, StepPlan, TreePart
 from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
 from megatron_wlb.planning.from_config import check_shared
 from megatron_wlb.runtime.stepping.step import check_chains
@@ -152,12 +153,13 @@ def test_samples_up_to_the_cap_are_planned() -> None:
 
 
 def test_no_micro_batch_is_empty_on_all_ranks() -> None:
-    samples = [s for seed in range(2) for s in group(32000, 16, 2000, seed)]
-    layout = wlb.Parallelism(tp_size=4, pp_size=2, dp_size=2, sequence_parallel=True)
-    plan = wlb.plan_batch(
-        list(map(len, samples)), max_tokens=65536, layout=layout, cost="7b", shared=samples
-    )
-    assert all(any(m.length for m in each) for each in zip(*plan.micro_batches, strict=True))
+    for prompt, answers, longest in ((32000, 16, 2000), (3000, 4, 500)):
+        samples = [s for seed in range(2) for s in group(prompt, answers, longest, seed)]
+        plan = wlb.plan_batch(
+            list(map(len, samples)), max_tokens=65536, layout=wlb.Parallelism(pp_size=2),
+            cost="7b", shared=samples,
+        )  # fmt: skip
+        assert all(any(m.length for m in each) for each in zip(*plan.micro_batches, strict=True))
 
 
 def test_sharing_never_makes_steps_with_experts_slower() -> None:
@@ -255,7 +257,13 @@ def test_plans_share_and_leave_nothing_out(layout: wlb.Parallelism) -> None:
     assert len({len(rank) for rank in shared.micro_batches}) == 1
     each = [wlb.simulate_step(plan, layout).pipeline_us for plan in (whole, shared)]
     assert each[0] / each[1] > 1.4
-    assert whole.digest != shared.digest
+    first = next(m for m in shared if m.sharing.uses)
+    digests = {whole.digest, shared.digest}
+    for sharing in (Sharing(), first.sharing._replace(uses=first.sharing.uses[1:])):
+        changed = replace(first, sharing=sharing)
+        ranks = [[changed if m is first else m for m in own] for own in shared.micro_batches]
+        digests.add(replace(shared, micro_batches=tuple(map(tuple, ranks))).digest)
+    assert len(digests) == 4, "ranks agree on what is shared"
 
 
 def test_samples_that_share_nothing_are_planned_as_ever() -> None:
@@ -316,6 +324,25 @@ def test_number_of_micro_batches_is_kept() -> None:
     assert [len(rank) for rank in plan.micro_batches] == [1]
     with pytest.raises(PackingError, match="do not fit 1 micro-batches"):
         planned(samples, wlb.Parallelism(), False, num_micro_batches=1)
+
+
+def test_predicted_times_know_the_rows_above() -> None:
+    """But for attention's whole tiles, which simulation counts."""
+    samples = group(30000, 8, 1000)
+    plan = wlb.plan_batch(list(map(len, samples)), max_tokens=65536, cost="7b", shared=samples)
+    (micro_batch,) = plan
+    (times_us,) = wlb.simulate_step(plan).times_us
+    assert micro_batch.predicted_us == pytest.approx(float(times_us.sum()), rel=0.04)
+    alone = replace(plan, micro_batches=((replace(micro_batch, sharing=Sharing()),),))
+    (less_us,) = wlb.simulate_step(alone).times_us
+    assert float(less_us.sum()) < 0.94 * float(times_us.sum())
+
+
+def test_rows_of_earlier_micro_batches_are_counted_once() -> None:
+    tree = TreePart(0, 50, 90)
+    above = ((RowRun(0, 20), RowRun(30, 40)), (RowRun(10, 35),), (RowRun(0, 20), RowRun(50, 60)))
+    assert Sharing(above, tree=tree).rows_before == 40
+    assert Sharing(above).rows_before == 0, "they are its own"
 
 
 def test_branch_costs_what_its_sample_takes_more_than_the_prefix() -> None:
