@@ -119,18 +119,13 @@ def test_data_parallel_ranks_meet_at_the_reduction_and_all_ranks_at_the_update()
 
 
 def test_replicas_of_very_unlike_numbers_reduce_when_the_last_is_done():
-    """One has a single micro-batch, the other a chain and many, over virtual stages."""
-    documents = [Document(0, n, 0, 40, True, 0, n, 0) for n in range(9)]
+    """One has a single micro-batch, the other a chain of five, over virtual stages."""
+    long, short = (Document(0, n, 0, 40, True, 0, n, 0) for n in range(2))
     layout = Parallelism(pp_size=2, vpp_size=2, dp_size=2)
     costs = StepCosts(StageCosts.even(COST, 4), reduce_us=(7.0,) * 4)
-    spans = [Span(documents[0], 0, 25), Span(documents[0], 25, 40)]
-    spans += [Span(document, 0, 40) for document in documents[2:]]
-    few = (MicroBatchPlan(20, (Span(documents[1], 0, 40),), 40, 1.0),)
-    many = tuple(MicroBatchPlan(n, (s,), s.length, 1.0) for n, s in enumerate(spans))
-    for ranks, chains in (
-        ((few, many), ((1,), (2, *[1] * 7))),
-        ((many, few), ((2, *[1] * 7), (1,))),
-    ):
+    few = (MicroBatchPlan(5, (Span(short, 0, 40),), 40, 1.0),)
+    many = tuple(MicroBatchPlan(n, (Span(long, 8 * n, 8 * n + 8),), 8, 1.0) for n in range(5))
+    for ranks, chains in (((few, many), ((1,), (5,))), ((many, few), ((5,), (1,)))):
         line = Simulator(costs, layout).step(StepPlan(0, "slim", ranks, 0, 0, chains))
         assert line.step_us >= line.pipeline_us + 7.0
 

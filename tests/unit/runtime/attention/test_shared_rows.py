@@ -78,3 +78,26 @@ def test_each_query_sees_its_path(start: int, way: str, dtype: torch.dtype, boun
     found = out, grad_query, torch.stack(sums, dim=1)
     for a, b in zip(found, (expected.detach(), *gradients), strict=True):
         assert float((a.double() - b).abs().mean()) < bound * float(b.abs().max())
+
+
+def test_gradients_of_many_runs_are_as_exact_as_those_of_few() -> None:
+    """In bf16: the parts of a query's gradient are summed in fp32."""
+
+    def error(number: int) -> float:
+        generator = torch.Generator().manual_seed(1)
+        above = [tuple(RowRun(20 * at, 20 * at + 15) for at in range(n)) for n in range(number)]
+        shared, rows = SharedRows.of([20] * number, above, "cpu"), 20 * number
+        query, grad = torch.randn(2, rows, 4, 8, generator=generator).bfloat16()
+        pair = torch.randn(rows, 2, 2, 8, generator=generator).bfloat16()
+
+        def grad_query(dtype: torch.dtype) -> torch.Tensor:
+            halves = pair[:, 0].to(dtype), pair[:, 1].to(dtype)
+            given = query.to(dtype), halves, torch_cpu_varlen, 0.4
+            call = shared.call(*given, keep=True, may_join=True)
+            exact = torch.promote_types(dtype, torch.float32)
+            return call.backward(grad.to(dtype), torch.zeros(2, rows, 2, 8, dtype=exact)).double()
+
+        known = grad_query(torch.float64)
+        return float((grad_query(torch.bfloat16) - known).abs().mean() / known.abs().mean())
+
+    assert error(16) < 1.15 * error(3)  # 1.06; 1.29 where parts are rounded one by one
