@@ -38,6 +38,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
+from megatron_wlb.planning.balance.shared_plan import check_states
 from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.models import load_model, model_names
@@ -204,11 +205,8 @@ def plan_batch(
     if isinstance(cost, str):
         run = _run(cost, layout, hardware, max_tokens)
         ahead = run.shape.num_ahead
-        if shared is not None and any(layer.state_products for _, layer in run.shape.all_runs):
-            raise ConfigError(
-                f"samples of {cost} cannot share prefixes: its layers of G and M hand a state to "
-                "one sample alone; leave shared out"
-            )
+        if shared is not None:
+            check_states(run.shape)
         if memory_gib is not None:
             memory = replace(run, memory_gib=memory_gib).memory_limit
         cost, costs = run.cost, run.costs

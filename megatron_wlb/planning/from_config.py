@@ -41,7 +41,6 @@ from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.slicing.cut import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.settings.config import Config
-from megatron_wlb.settings.pattern import STATES
 
 logger = logging.getLogger(__name__)
 
@@ -393,28 +392,6 @@ def check_positions(config: Config, longest: int) -> None:
             f"{rows} positions; raise --max-position-embeddings, or use "
             "--position-embedding-type rope"
         )
-
-
-def check_shared(config: Config) -> None:
-    """Raises :class:`ConfigError` for a model in which a row cannot stand for several samples."""
-    m, pattern = config.model, config.parallel.split.pattern
-    reasons = {
-        "--attention-dropout": m.attention_dropout and "one draw would serve all of them",
-        "--hidden-dropout": m.hidden_dropout and "one draw would serve all of them",
-        "--hybrid-layer-pattern": pattern is not None
-        and STATES & {*pattern.layers, *pattern.ahead}
-        and "its layers of G and M hand a state to one sample alone",
-        "--moe-router-load-balancing-type seq_aux_loss": "seq_aux_loss"
-        in m.moe_router_load_balancing_type
-        and any(m.moe_aux_loss_coeff)
-        and "it counts the tokens of each sample",
-    }
-    for flag, reason in reasons.items():
-        if reason:
-            raise ConfigError(
-                f"samples cannot share prefixes with {flag}: {reason}; leave shared out, or the "
-                "flag"
-            )
 
 
 def cp_selector(config: Config, run: Run, longest: int) -> Selector | None:

@@ -24,7 +24,7 @@ from megatron_wlb.cost.slices import Unit, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
-from megatron_wlb.planning.slicing.room import rows_before, unit_of
+from megatron_wlb.planning.slicing.room import rows_seen, unit_of
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
@@ -270,9 +270,8 @@ def _times_us(
     scale: npt.ArrayLike | None = None,
 ) -> Floats:
     """As :meth:`StageCosts.times_us` of a rank's micro-batches, with ``lengths`` of segments."""
-    starts = np.array([rows_before(m.spans, m.sharing) for m in rank], dtype=np.float64)
-    table = UnitTable.of(map(unit, rank))._replace(start=starts)
-    branches = [m.sharing.branches(m.spans) for m in rank]
+    start, branches = rows_seen((m.spans, m.sharing) for m in rank)
+    table = UnitTable.of(map(unit, rank))._replace(start=start)
     return stages.times_us(lengths, scale, table, branches)
 
 

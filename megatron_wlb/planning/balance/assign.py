@@ -28,7 +28,7 @@ from megatron_wlb.planning.balance.dispatch import WORTH, Numbers, StepDocuments
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
 from megatron_wlb.planning.greedy import small_at_ends
 from megatron_wlb.planning.packing.placement import place
-from megatron_wlb.planning.slicing.room import rows_before
+from megatron_wlb.planning.slicing.room import rows_seen
 
 T = TypeVar("T")
 
@@ -206,12 +206,10 @@ def laid_out(
             )
             for spans, each, shared in zip(units.spans, again, sharing, strict=True)
         ]
-        times_us = costs.costs.stages.times_us(
-            [[span.length for span in m.spans] for m in own],
-            None,
-            UnitTable.starting([rows_before(m.spans, m.sharing) for m in own]),
-            [m.sharing.branches(m.spans) for m in own],
-        ).sum(axis=(0, 1))
+        starts, branches = rows_seen((m.spans, m.sharing) for m in own)
+        lengths = [[span.length for span in m.spans] for m in own]
+        given = lengths, None, UnitTable.starting(starts), branches
+        times_us = costs.costs.stages.times_us(*given).sum(axis=(0, 1))
         ranks.append(
             tuple(replace(m, predicted_us=us) for m, us in zip(own, times_us.tolist(), strict=True))
         )

@@ -27,7 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.schedule.graph import Floats, graph_of
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Sharing, Span, TreePart, Units
 from megatron_wlb.planning.balance.assign import running_order
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
@@ -35,6 +37,7 @@ from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, branch_at,
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.slicing.pipeline import Pipeline
+from megatron_wlb.settings.config import Config
 
 CUTS = (4.0, 2.0, 1.0)
 """The most work of a run, in shares of a micro-batch's where nothing runs twice, that are tried."""
@@ -358,3 +361,32 @@ def _dealt(
     slowest_us = max(load_us for _, load_us, _ in loads) + each * each_us
     slowest_us += replica.warm_up * (max(found.loads_us) + each_us)
     return slowest_us, [running_order(own, replica) for own in ranks]
+
+
+def check_states(shape: ModelShape) -> None:
+    """Raises :class:`ConfigError` for a model whose layers carry a state through samples."""
+    if any(layer.state_products for _, layer in shape.all_runs):
+        raise ConfigError(
+            "samples of a model with layers of G and M cannot share prefixes: these hand a state "
+            "to one sample alone; leave shared out"
+        )
+
+
+def check_shared(config: Config, shape: ModelShape) -> None:
+    """Raises :class:`ConfigError` for a model in which a row cannot stand for several samples."""
+    check_states(shape)
+    m = config.model
+    reasons = {
+        "--attention-dropout": m.attention_dropout and "one draw would serve all of them",
+        "--hidden-dropout": m.hidden_dropout and "one draw would serve all of them",
+        "--moe-router-load-balancing-type seq_aux_loss": "seq_aux_loss"
+        in m.moe_router_load_balancing_type
+        and any(m.moe_aux_loss_coeff)
+        and "it counts the tokens of each sample",
+    }
+    for flag, reason in reasons.items():
+        if reason:
+            raise ConfigError(
+                f"samples cannot share prefixes with {flag}: {reason}; leave shared out, or the "
+                "flag"
+            )

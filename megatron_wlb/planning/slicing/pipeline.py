@@ -14,7 +14,7 @@ from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.slices import HOST, LAYERS, NOTHING, Recomputed, UnitTable
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.plan import Span, Units
-from megatron_wlb.planning.slicing.room import MemoryLimit, rows_before, units_of
+from megatron_wlb.planning.slicing.room import MemoryLimit, rows_seen, units_of
 
 COPY_PRICE, LAG_PRICE = 0.05, 0.2
 """What of a copy's time to the host is a price, where units are chosen for it; and what of that by
@@ -62,9 +62,8 @@ class Pipeline:
         tokens = [sum(own) / num for own, num in zip(lengths, ranks, strict=True)]
         branches: list[list[tuple[int, int]]] = []
         if units.sharing:
-            pairs = list(zip(units.spans, units.sharing, strict=True))
-            table = table._replace(start=np.array([rows_before(*each) for each in pairs], float))
-            branches = [sharing.branches(spans) for spans, sharing in pairs]
+            start, branches = rows_seen(zip(units.spans, units.sharing, strict=True))
+            table = table._replace(start=start)
         times_us = self.costs.stages.times_us(lengths, None, table, branches)
         return times_us, self.costs.p2p_us(tokens), tokens
 

@@ -15,7 +15,7 @@ If the host has memory for it, micro-batches may wait there instead of being rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -55,11 +55,18 @@ def unit_of(spans: Sequence[Span], num_tokens: int, tree: TreePart | None = None
     return Unit(num_tokens, _slice_of(spans, tree))
 
 
-def rows_before(spans: Sequence[Span], sharing: Sharing = Sharing()) -> int:  # noqa: B008  # frozen
-    """Rows that micro-batches before have run, and this one's attend to."""
-    if sharing.tree is not None:
-        return sharing.rows_before
-    return spans[0].start if spans else 0
+def rows_seen(
+    micro_batches: Iterable[tuple[Sequence[Span], Sharing]],
+) -> tuple[Floats, list[list[tuple[int, int]]]]:
+    """What times ask of rows that others run (:meth:`.StageCosts.times_us`): ``[N]``, those that
+    micro-batches before have run, and each one's branches.
+    """
+    starts, branches = [], []
+    for spans, sharing in micro_batches:
+        alone = sharing.tree is None
+        starts.append(spans[0].start if alone and spans else sharing.rows_before)
+        branches.append(sharing.branches(spans))
+    return np.array(starts, dtype=np.float64), branches
 
 
 def _slice_of(spans: Sequence[Span], tree: TreePart | None) -> Slice | None:
