@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,34 @@ def _by_rank(
             return None
         ranks.append([own[part].tolist() for part in as_many_parts(*given, fewest, each, limit)])
     return ranks
+
+
+def shared_ranks(
+    tokens: Sequence[npt.NDArray[np.integer[Any]]],
+    max_tokens: int,
+    layout: Parallelism,
+    cost: DocumentCost,
+) -> list[Parts]:
+    """The micro-batches of each rank, which have a sample each: those of :func:`plan_batch` where
+    samples share what they begin alike with.
+
+    A sample above ``max_tokens`` raises :class:`ConfigError`.
+    """
+    lengths = [len(ids) for ids in tokens]
+    plan = plan_batch(lengths, max_tokens=max_tokens, layout=layout, cost=cost, shared=tokens)
+    return [[list(m.samples) for m in rank if m.samples] for rank in plan.micro_batches]
+
+
+def halved(parts: Parts, number: int) -> Parts:
+    """``number`` parts, of which there are fewer: those of the most samples are cut in halves, each
+    of which begins alike still. There are as many samples.
+    """
+    parts = [[*part] for part in parts]
+    while len(parts) < number:
+        at = max(range(len(parts)), key=lambda n: len(parts[n]))
+        half = len(parts[at]) // 2
+        parts[at : at + 1] = [parts[at][:half], parts[at][half:]]
+    return parts
 
 
 def times_of(cost: DocumentCost, sizes: Numbers, max_tokens: int) -> Numbers:

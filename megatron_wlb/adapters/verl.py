@@ -27,7 +27,9 @@ from megatron_wlb.adapters.trainers import (
     as_many_parts,
     cost_of_flops,
     fewest_parts,
+    halved,
     partitions,
+    shared_ranks,
     small_ends,
     times_of,
 )
@@ -74,6 +76,7 @@ def rearrange_micro_batches(
     force_group_size: int = 1,
     *,
     pp_size: int = 1,
+    shared: bool = False,
 ) -> tuple[list[Any], Parts]:
     """The micro-batches of a rank's ``batch``, and the numbers of the samples in each.
 
@@ -88,6 +91,8 @@ def rearrange_micro_batches(
             and drains soon; else in the order of their first samples.
         force_group_size: so many samples in a row stay in one micro-batch.
         pp_size: stages of the pipeline that runs them; verl's callers do not say.
+        shared: whether the model computes once what samples of a micro-batch begin alike with, as
+            :mod:`megatron_wlb.adapters.verl_shared` has it. Only what runs counts then.
 
     Raises:
         ConfigError: a group of samples above ``max_token_len``, or fewer of them than
@@ -102,6 +107,9 @@ def rearrange_micro_batches(
         lengths = input_ids.offsets().diff().tolist()
     else:
         lengths = batch["attention_mask"].sum(dim=1).tolist()
+    tokens = None
+    if shared and force_group_size == 1:
+        tokens = [sample.cpu().numpy() for sample in input_ids.unbind()]
 
     def most_of_ranks(own: list[int]) -> list[int]:
         if dp_group is None or not (same_micro_num_in_dp and torch.distributed.is_initialized()):
@@ -116,7 +124,7 @@ def rearrange_micro_batches(
     parts = micro_batches_of(
         lengths, max_token_len, work, multiple=num_batches_divided_by or 1,
         least=min_num_micro_batch or 1, group=force_group_size, agreed=most_of_ranks,
-        balance=use_dynamic_bsz_balance, pp_size=pp_size,
+        balance=use_dynamic_bsz_balance, pp_size=pp_size, tokens=tokens,
     )  # fmt: skip
     return [tensordict_utils.index_select_tensor_dict(batch, part) for part in parts], parts
 
@@ -132,12 +140,14 @@ def micro_batches_of(
     agreed: Callable[[list[int]], list[int]] = list,
     balance: bool = True,
     pp_size: int = 1,
+    tokens: Sequence[Any] | None = None,
 ) -> Parts:
     """Numbers of the samples in each micro-batch, ascending; none is empty or above ``max_tokens``.
 
     ``work`` is that of a sample of ``TOKENS`` and of one of twice as many. ``group`` samples in a
     row stay together. ``agreed`` takes numbers of this rank and gives the most of each over all
-    ranks that run as many micro-batches. It is called once on each, so all raise alike.
+    ranks that run as many micro-batches. It is called once on each, so all raise alike. With
+    ``tokens``, ids of each sample, what samples of a micro-batch begin alike with counts once.
 
     Raises :class:`ConfigError` as :func:`rearrange_micro_batches`.
     """
@@ -147,13 +157,16 @@ def micro_batches_of(
     groups = wanted = 0
     if not refused:
         cost = cost_of_flops(*(FLOPS_OF_WORK * one for one in work))
+        layout, given = Parallelism(pp_size=pp_size), np.maximum(sizes, 1).tolist()
         times = times_of(cost, sizes, max_tokens).reshape(-1, group).sum(axis=1)
-        tokens = sizes.reshape(-1, group).sum(axis=1)
-        groups = len(tokens)
-        parts = fewest_parts(times, tokens, max_tokens, groups)
+        sums = sizes.reshape(-1, group).sum(axis=1)
+        groups = len(sums)
+        if tokens is not None:
+            (parts,) = shared_ranks(tokens, max_tokens, layout, cost)
+        else:
+            parts = fewest_parts(times, sums, max_tokens, groups)
         wanted = len(parts)
-        if pp_size > 1:
-            layout, given = Parallelism(pp_size=pp_size), np.maximum(sizes, 1).tolist()
+        if pp_size > 1 and tokens is None:
             plan = plan_batch(given, max_tokens=max_tokens, layout=layout, cost=cost)
             wanted = max(wanted, min(groups // multiple * multiple, len(plan.micro_batches[0])))
     most, fewest, any_refused = agreed([max(wanted, least), -groups, int(bool(refused))])
@@ -167,7 +180,9 @@ def micro_batches_of(
             f"{len(parts)} hold max_token_len {max_tokens} here, min_num_micro_batch is {least}, "
             f"num_batches_divided_by {multiple}; give each rank more samples"
         )
-    parts = as_many_parts(times, tokens, max_tokens, parts, number, groups)
+    if tokens is not None:
+        return halved(parts, number)
+    parts = as_many_parts(times, sums, max_tokens, parts, number, groups)
     ordered = small_ends(times, parts) if balance else parts
     return [[group * n + at for n in part for at in range(group)] for part in ordered]
 

@@ -1,0 +1,126 @@
+"""verl's Megatron engine computes what samples begin alike with once.
+
+Name this module in verl's configuration, and each worker imports it before it builds a model::
+
+    actor_rollout_ref.model.external_lib=megatron_wlb.adapters.verl_shared
+
+Losses, rewards and log-probabilities stay verl's own: it takes back what the model gives for each
+token of each sample. Its micro-batches are planned by what runs: of that one has at most
+``max_token_len_per_gpu`` tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_wlb.adapters.verl import rearrange_micro_batches
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.patching import PatchSet
+
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+
+def install() -> PatchSet:
+    """Replaces what verl's engine calls; the result can :meth:`~.PatchSet.restore` it.
+
+    Raises :class:`CompatibilityError` where verl has no function of these names.
+    """
+    patches = PatchSet()
+    engine = importlib.import_module(ENGINE)
+    patches.wrap(engine.MegatronEngine, "_build_megatron_module", _built)
+    patches.wrap("verl.models.mcore", "get_mcore_engine_forward_fn", _forward_of)
+    patches.wrap("verl.workers.engine.utils", "rearrange_micro_batches", _micro_batches)
+    return patches
+
+
+def _built(build: Callable[..., Any], engine: Any) -> Any:
+    from megatron_wlb.runtime.trainer.given_model import share
+
+    if engine.engine_config.use_fused_kernels:
+        raise CompatibilityError(
+            "verl's fused kernels call the model by a function of their own, which cannot share "
+            "prefixes; set actor_rollout_ref.model.use_fused_kernels=False"
+        )
+    chunks = build(engine)
+    share(chunks)
+    return chunks
+
+
+def _micro_batches(_theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    from megatron.core import mpu
+
+    pp_size = mpu.get_pipeline_model_parallel_world_size()
+    return rearrange_micro_batches(*given, shared=True, pp_size=pp_size, **named)
+
+
+def _forward_of(theirs: Callable[..., Any], hf_config: Any) -> Callable[..., Any]:
+    theirs(hf_config)  # which checks it
+    return forward
+
+
+def forward(
+    model: Any,
+    input_ids: Any,
+    multi_modal_inputs: dict[str, Any],
+    logits_processor: Any = None,
+    logits_processor_args: dict[str, Any] | None = None,
+    value_model: bool = False,
+    vision_model: bool = False,
+    pad_token_id: int | None = None,
+    data_format: str = "thd",
+    **more: Any,
+) -> Any:
+    """Stands in for verl's ``gptmodel_forward_model_engine``, whose parameters and result it has.
+
+    ``input_ids`` are nested, ``[samples, length]``. On the last stage it gives nested tensors of
+    their form, of each output of ``logits_processor``.
+
+    Raises :class:`CompatibilityError` for what samples cannot share.
+    """
+    import torch
+    from verl.utils.megatron_utils import unwrap_model
+
+    from megatron_wlb.runtime.trainer.given_model import SharedSamples
+
+    of_teachers = getattr(logits_processor, "keywords", {}).get("distillation_use_topk", False)
+    refused = {
+        "pictures": vision_model or multi_modal_inputs,
+        "use_remove_padding=False": data_format != "thd",
+        "distillation of top-k logits": of_teachers,
+        **{name: value for name, value in more.items() if name != "cp_layout"},
+    }
+    for name, value in refused.items():
+        if value:
+            raise CompatibilityError(
+                f"samples cannot share prefixes in verl with {name}; set it otherwise, or leave "
+                "out megatron_wlb.adapters.verl_shared"
+            )
+    gpt = unwrap_model(model)
+    known = SharedSamples.of(input_ids.unbind(), gpt.config)
+    out = model(
+        input_ids=known.tokens,
+        attention_mask=None,
+        position_ids=known.position_ids,
+        packed_seq_params=known.params,
+    )
+    if not gpt.post_process:
+        return out
+
+    def nested(rows: torch.Tensor) -> torch.Tensor:
+        values = known.of_samples(rows)
+        return torch.nested.nested_tensor_from_jagged(values, input_ids.offsets())
+
+    if logits_processor is None:
+        return nested(out.squeeze(-1) if value_model else out)
+    assert logits_processor_args is not None
+    args = {
+        name: known.targets if name == "label" else known.of_rows(value.values())
+        for name, value in logits_processor_args.items()
+        if name not in ("loss_mask", "response_attention_mask")
+    }
+    return {name: nested(rows) for name, rows in logits_processor(out, **args).items()}
+
+
+install()
