@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_wlb.adapters.trainers import TOKENS, cost_of_flops, filled_ranks
+import numpy as np
+
+from megatron_wlb.adapters.trainers import TOKENS, cost_of_flops, filled_ranks, shared_ranks
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.plan.sharding import length_multiple
 
@@ -30,9 +32,13 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: Sequence[int],
+    tokens: Sequence[Any] | None = None,
 ) -> Schedule:
     """Takes and returns what slime's function of this name does: ``(partitions,
     micro_batch_indices, num_microbatches, global_batch_sizes)``.
+
+    With ``tokens``, ids of each sample, what samples of a micro-batch begin alike with runs once
+    and counts once, as :mod:`megatron_wlb.adapters.slime_shared` has it.
 
     Raises :class:`ConfigError` where samples are fewer than micro-batches, and what slime
     raises for less than a step of rollouts.
@@ -61,7 +67,8 @@ def build_dp_schedule(
     numbers = []
     for first in range(0, steps * global_batch_size, global_batch_size):
         samples = [n for own in of_step[first : first + global_batch_size] for n in own]
-        ranks = _ranks([total_lengths[n] for n in samples], layout, cost, args)
+        own_tokens = None if tokens is None else [np.asarray(tokens[n]) for n in samples]
+        ranks = _ranks([total_lengths[n] for n in samples], layout, cost, args, own_tokens)
         numbers.append(len(ranks[0]))
         for mine, schedule, rank in zip(partitions, micro_batches, ranks, strict=True):
             for micro_batch in rank:
@@ -71,11 +78,17 @@ def build_dp_schedule(
 
 
 def _ranks(
-    lengths: list[int], layout: Parallelism, cost: DocumentCost, args: Any
+    lengths: list[int],
+    layout: Parallelism,
+    cost: DocumentCost,
+    args: Any,
+    tokens: list[Any] | None,
 ) -> list[list[list[int]]]:
     """The micro-batches of each rank, each of which has a sample."""
     cap = args.max_tokens_per_gpu * layout.cp_size
     cap -= cap % length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
+    if tokens is not None:
+        return shared_ranks(tokens, cap, layout, cost)
     return filled_ranks(lengths, cap, layout, cost)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.api import plan_batch
-from megatron_wlb.cost import DocumentCost, Parallelism
+from megatron_wlb.cost import Cost, DocumentCost, Parallelism
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.greedy import Bins, small_at_ends
 
@@ -60,7 +60,7 @@ def filled_ranks(
     sizes = np.array(clipped, dtype=np.int64)
     times = times_of(cost, sizes, max_tokens)
     parts = fewest_parts(times, sizes, max_tokens, limit)
-    group = (layout.group_size or layout.pp_size) if layout.vpp_size > 1 else 1
+    group = micro_batch_group(layout)
     unit = layout.dp_size * group
     least, most = -(-len(parts) // unit) * unit, len(lengths) // unit * unit
     if least > most:
@@ -80,6 +80,11 @@ def filled_ranks(
     part_times = np.array([int(times[part].sum()) for part in parts], dtype=np.int64)
     dealt = partitions(part_times, layout.dp_size, each)
     return [small_ends(times, [parts[at] for at in own]) for own in dealt]
+
+
+def micro_batch_group(layout: Parallelism) -> int:
+    """What the number of a rank's micro-batches is a multiple of."""
+    return (layout.group_size or layout.pp_size) if layout.vpp_size > 1 else 1
 
 
 def _by_rank(
@@ -106,21 +111,29 @@ def shared_ranks(
     tokens: Sequence[npt.NDArray[np.integer[Any]]],
     max_tokens: int,
     layout: Parallelism,
-    cost: DocumentCost,
+    cost: Cost | str,
 ) -> list[Parts]:
-    """The micro-batches of each rank, which have a sample each: those of :func:`plan_batch` where
-    samples share what they begin alike with.
-
-    A sample above ``max_tokens`` raises :class:`ConfigError`.
+    """The same as :func:`filled_ranks` where samples share what they begin alike with: only what
+    runs counts of ``max_tokens``.
     """
-    lengths = [len(ids) for ids in tokens]
-    plan = plan_batch(lengths, max_tokens=max_tokens, layout=layout, cost=cost, shared=tokens)
-    return [[list(m.samples) for m in rank if m.samples] for rank in plan.micro_batches]
+    clipped = [ids[:max_tokens] for ids in tokens]
+    lengths = list(map(len, clipped))
+    plan = plan_batch(lengths, max_tokens=max_tokens, layout=layout, cost=cost, shared=clipped)
+    ranks = [[list(m.samples) for m in rank if m.samples] for rank in plan.micro_batches]
+    group = micro_batch_group(layout)
+    number = -(-max(map(len, ranks)) // group) * group
+    fewest = min(sum(map(len, rank)) for rank in ranks)
+    if fewest < number:
+        raise ConfigError(
+            f"a data-parallel rank has {fewest} samples for {number} micro-batches; give a step "
+            f"more samples than its {len(tokens)}"
+        )
+    return [halved(rank, number) for rank in ranks]
 
 
 def halved(parts: Parts, number: int) -> Parts:
-    """``number`` parts, of which there are fewer: those of the most samples are cut in halves, each
-    of which begins alike still. There are as many samples.
+    """``number`` parts of fewer: those of the most samples are cut in halves, whose samples lie
+    together still. There are at least as many samples.
     """
     parts = [[*part] for part in parts]
     while len(parts) < number:

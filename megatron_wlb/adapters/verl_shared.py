@@ -27,37 +27,35 @@ def install() -> PatchSet:
 
     Raises :class:`CompatibilityError` where verl has no function of these names.
     """
-    patches = PatchSet()
-    engine = importlib.import_module(ENGINE)
-    patches.wrap(engine.MegatronEngine, "_build_megatron_module", _built)
-    patches.wrap("verl.models.mcore", "get_mcore_engine_forward_fn", _forward_of)
-    patches.wrap("verl.workers.engine.utils", "rearrange_micro_batches", _micro_batches)
-    return patches
-
-
-def _built(build: Callable[..., Any], engine: Any) -> Any:
     from megatron_wlb.runtime.trainer.given_model import share
 
-    if engine.engine_config.use_fused_kernels:
-        raise CompatibilityError(
-            "verl's fused kernels call the model by a function of their own, which cannot share "
-            "prefixes; set actor_rollout_ref.model.use_fused_kernels=False"
-        )
-    chunks = build(engine)
-    share(chunks)
-    return chunks
+    patches = PatchSet()
+    engine = importlib.import_module(ENGINE).MegatronEngine
+    theirs = engine._build_megatron_module
+    core: list[Any] = []
 
+    def _build_megatron_module(self: Any) -> Any:
+        if self.engine_config.use_fused_kernels:
+            raise CompatibilityError(
+                "verl's fused kernels call the model by a function of their own, which cannot "
+                "share prefixes; set actor_rollout_ref.model.use_fused_kernels=False"
+            )
+        chunks = theirs(self)
+        core[:] = [share(chunks)]
+        return chunks
 
-def _micro_batches(_theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    from megatron.core import mpu
+    def forward_of(check: Callable[..., Any], hf_config: Any) -> Callable[..., Any]:
+        check(hf_config)
+        return forward
 
-    pp_size = mpu.get_pipeline_model_parallel_world_size()
-    return rearrange_micro_batches(*given, shared=True, pp_size=pp_size, **named)
+    def micro_batches(_theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        pp_size = core[0].pipeline_model_parallel_size
+        return rearrange_micro_batches(*given, shared=True, pp_size=pp_size, **named)
 
-
-def _forward_of(theirs: Callable[..., Any], hf_config: Any) -> Callable[..., Any]:
-    theirs(hf_config)  # which checks it
-    return forward
+    patches.replace(engine, "_build_megatron_module", _build_megatron_module)
+    patches.wrap("verl.models.mcore", "get_mcore_engine_forward_fn", forward_of)
+    patches.wrap("verl.workers.engine.utils", "rearrange_micro_batches", micro_batches)
+    return patches
 
 
 def forward(

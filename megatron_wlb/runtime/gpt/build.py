@@ -430,12 +430,7 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
     if saved in (None, present) or not present or config.wlb.wlb_attention_kernel != "auto":
         return present
     try:
-        options = attention_options(
-            config.wlb,
-            model.config,
-            lambda _, d: choose_kernel(saved, d),
-            config.training.seed,
-        )
+        options = attention_options(config.wlb, model.config, lambda _, d: choose_kernel(saved, d))
     except CompatibilityError as error:
         tell_other_kernel(saved, error)
         return present
@@ -445,9 +440,12 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
 
 
 def use_kernel(model: Model, options: AttentionOptions) -> None:
-    """Lets all layers attend so; a layer keeps what it gathers by its own recomputation."""
+    """Lets all layers attend so; a layer keeps what it gathers by its own recomputation, and where
+    its random numbers start.
+    """
     for layer in _document_layers(model):
-        layer.options = replace(options, keep_gathered=layer.options.keep_gathered)
+        own = layer.options
+        layer.options = replace(options, keep_gathered=own.keep_gathered, seed=own.seed)
 
 
 def tell_other_kernel(saved: str | None, error: CompatibilityError) -> None:

@@ -51,7 +51,7 @@ class SharedSamples:
     """``[1, T]`` int64: what each row predicts; 0 where that is nothing."""
     params: PlanSeqParams
     """What the model takes as ``packed_seq_params``."""
-    lengths: tuple[int, ...]
+    lengths: list[int]
     """Tokens of each sample."""
     rows: torch.Tensor
     """``[Σ lengths]`` int64: the row of each token of each sample, one sample behind another."""
@@ -94,7 +94,7 @@ class SharedSamples:
             moved(tokens)[None],
             moved(targets)[None],
             mapped(params, lambda tensor: to_device(tensor, str(device))),
-            tuple(lengths),
+            lengths,
             moved(np.concatenate(rows)),
         )
 
@@ -125,8 +125,8 @@ class SharedSamples:
         return found[None]
 
 
-def share(chunks: Sequence[torch.nn.Module]) -> None:
-    """Teaches the chunks of a Megatron ``GPTModel`` to run :class:`SharedSamples`.
+def share(chunks: Sequence[torch.nn.Module]) -> TransformerConfig:
+    """Teaches the chunks of a Megatron ``GPTModel`` to run :class:`SharedSamples`; its settings.
 
     ``chunks`` may be wrapped, and are taught in place: parameters, their names and checkpoints stay
     what they are. All ranks call it, before the first step.
@@ -160,11 +160,12 @@ def share(chunks: Sequence[torch.nn.Module]) -> None:
             inner.forward = _told(inner.forward, inner, layer)
         if hasattr(gpt, "rotary_pos_emb"):
             gpt.rotary_pos_emb = _Rotary(gpt.rotary_pos_emb)
+    return core
 
 
 def _models(chunks: Sequence[torch.nn.Module]) -> list[GPTModel]:
     found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, GPTModel)]
-    if len(found) != len(chunks):
+    if len(found) != len(chunks) or not found:
         raise CompatibilityError(
             f"{len(chunks)} model chunks have {len(found)} of Megatron's GPTModel; samples share "
             "prefixes in it alone"
@@ -184,6 +185,8 @@ def _check(gpt: Any, core: TransformerConfig) -> None:
         "seq_aux_loss": "seq_aux_loss" in core.moe_router_load_balancing_type
         and core.num_moe_experts
         and "it counts the tokens of each sample",
+        "--overlap-moe-expert-parallel-comm": core.overlap_moe_expert_parallel_comm
+        and "it calls layers in parts",
         "routing replay": any(getattr(core, name, False) for name in replays)
         and "a shared token has a record for each sample",
         f"moe_token_dispatcher_type {core.moe_token_dispatcher_type}": core.num_moe_experts

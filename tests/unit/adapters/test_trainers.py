@@ -12,10 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.adapters.packing_scheduler import DEFAULT_COST, cost_of_config, groups_of, install
-from megatron_wlb.adapters.trainers import FLOPS_A_US, filled_ranks
+from megatron_wlb.adapters.trainers import (
+    FLOPS_A_US,
+    cost_of_flops,
+    filled_ranks,
+    shared_ranks,
+)
 from megatron_wlb.adapters.verl import get_seqlen_balanced_partitions, micro_batches_of
 from megatron_wlb.cost import Parallelism
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.balance.trees import SharedPrefixes
 
 few_examples = settings(max_examples=30)
 LENGTHS = st.lists(st.integers(1, 900), min_size=8, max_size=40)
@@ -75,6 +81,62 @@ def test_verl_s_micro_batches_keep_the_cap_and_groups(
     assert len(found) % multiple == 0 and len(found) >= least
     with pytest.raises(ConfigError, match=r"samples? \d+ has \d+ tokens, above max_token_len"):
         micro_batches_of([*lengths, *[1001] * group], 1000, (1.0, 2.1), **given_options)
+
+
+def answers(groups: list[list[int]], prompt: int = 300) -> list[np.ndarray]:
+    """Token ids of answers of these lengths, those of a group behind one prompt."""
+    random = np.random.RandomState(0)
+    found = []
+    for own in groups:
+        before = random.randint(0, 1000, prompt)
+        found += [np.append(before, random.randint(0, 1000, length)) for length in own]
+    return found
+
+
+def rows_of(tokens: list[np.ndarray], part: list[int]) -> int:
+    """Tokens of a part that differ, about: a branch has the last equal token, too."""
+    shared = SharedPrefixes.found([tokens[n] for n in part])
+    sizes = [len(tokens[n]) for n in part]
+    return sum(path.document.length for path in shared.paths(range(len(part)), sizes, 0))
+
+
+@few_examples
+@given(
+    groups=st.lists(
+        st.lists(st.integers(1, 600), min_size=2, max_size=8), min_size=1, max_size=6
+    ),
+    least=st.integers(1, 4), pp_size=st.integers(1, 3), order=st.randoms(),
+)  # fmt: skip
+def test_answers_to_a_prompt_count_it_once_in_a_micro_batch(groups, least, pp_size, order) -> None:
+    tokens = answers(groups)
+    order.shuffle(tokens)
+    lengths = [len(ids) for ids in tokens]
+    given_options = {"least": min(least, len(tokens)), "pp_size": pp_size, "tokens": tokens}
+    found = micro_batches_of(lengths, 1500, (1.0, 2.1), **given_options)
+    assert sorted(n for own in found for n in own) == list(range(len(lengths)))
+    assert all(found) and len(found) >= given_options["least"]
+    assert all(rows_of(tokens, own) <= 1500 for own in found)
+
+
+def test_answers_to_a_prompt_run_together() -> None:
+    """Else each micro-batch would have the prompt of each again."""
+    tokens = answers([[20] * 8] * 4, prompt=1000)
+    mixed = [tokens[n % 4 * 8 + n // 4] for n in range(32)]
+    found = micro_batches_of([1020] * 32, 1200, (1.0, 2.1), tokens=mixed)
+    assert sorted(map(sorted, found)) == [[*range(n, 32, 4)] for n in range(4)]
+    apart = micro_batches_of([1020] * 32, 1200, (1.0, 2.1))
+    assert len(apart) == 32
+
+
+def test_ranks_whose_samples_share_have_as_many_micro_batches() -> None:
+    cost, tokens = cost_of_flops(1.0, 2.1), answers([[50] * 4] * 3 + [[400, 10]])
+    layout = Parallelism(pp_size=2, vpp_size=2, dp_size=2, group_size=3)
+    ranks = shared_ranks(tokens, 800, layout, cost)
+    assert len({len(rank) for rank in ranks}) == 1 and len(ranks[0]) % 3 == 0
+    assert sorted(n for rank in ranks for part in rank for n in part) == list(range(14))
+    assert all(part for rank in ranks for part in rank)
+    with pytest.raises(ConfigError, match="a data-parallel rank has 1 samples for 3 micro-batches"):
+        shared_ranks(tokens[:2], 800, layout, cost)
 
 
 def test_verl_s_ranks_refuse_together() -> None:

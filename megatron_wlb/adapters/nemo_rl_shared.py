@@ -1,0 +1,246 @@
+"""NeMo-RL's Megatron policy computes what samples begin alike with once.
+
+At the end of ``nemo_rl/models/policy/workers/megatron_policy_worker.py`` add::
+
+    from megatron_wlb.adapters.nemo_rl_shared import share_prefixes
+
+    share_prefixes()
+
+set ``policy.sequence_packing.enabled=true``, and in the script that starts the training add::
+
+    from megatron_wlb.adapters.nemo_rl_shared import pack_shared
+
+    pack_shared(pp_size=1)
+
+Losses and what they are made of stay NeMo-RL's own: it takes back the log-probability of each token
+of each sample. Micro-batches are packed by what runs: of that one has at most ``train_mb_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_wlb.adapters.trainers import shared_ranks
+from megatron_wlb.cost import Cost, Parallelism
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.planning.packing.reference import REFERENCE_COST
+from megatron_wlb.runtime.compat.patching import PatchSet
+
+FOLDER = "nemo_rl.models.megatron"
+LEFT_OUT = "leave out megatron_wlb.adapters.nemo_rl_shared, or that"
+
+
+def share_prefixes() -> PatchSet:
+    """Replaces what NeMo-RL calls; the result can :meth:`~.PatchSet.restore` it.
+
+    Raises :class:`CompatibilityError` where NeMo-RL has no function of these names.
+    """
+    from megatron_wlb.runtime.trainer.given_model import share
+
+    patches = PatchSet()
+    core: list[Any] = []
+
+    def get_model(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        chunks = theirs(*given, **named)
+        core[:] = [share(chunks)]
+        return chunks
+
+    patches.wrap(f"{FOLDER}.setup", "get_model", get_model)
+    patches.wrap(f"{FOLDER}.data", "process_microbatch", partial(_processed, core))
+    for name, hook in _HOOKS.items():
+        patches.wrap(f"{FOLDER}.train", name, hook)
+    return patches
+
+
+def pack_shared(*, pp_size: int = 1, cost: Cost | str = REFERENCE_COST) -> PatchSet:
+    """Lets NeMo-RL pack samples that begin alike together, by what runs of them.
+
+    ``pp_size`` are stages of the pipeline that runs them; ``cost`` is as :func:`.plan_batch` has
+    it. The result can :meth:`~.PatchSet.restore` what it replaces.
+
+    Raises :class:`CompatibilityError` where NeMo-RL has no function of these names.
+    """
+    module = "nemo_rl.distributed.batched_data_dict"
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    theirs = BatchedDataDict.shard_by_batch_size
+
+    def shard_by_batch_size(self: Any, shards: int, *given: Any, **named: Any) -> Any:
+        packing = named.get("sequence_packing_args")
+        if packing is None:
+            return theirs(self, shards, *given, **named)
+        rows = self[packing["input_key"]], self[packing["input_lengths_key"]]
+        tokens = [ids[: int(length)].cpu().numpy() for ids, length in zip(*rows, strict=True)]
+        layout = Parallelism(pp_size=pp_size, dp_size=shards)
+        first = 0  # of the samples that are packed next
+
+        def pack(sequence_lengths: list[int]) -> list[list[int]]:
+            nonlocal first
+            own = tokens[first : first + len(sequence_lengths)]
+            first += len(own)
+            ranks = shared_ranks(own, packing["max_tokens_per_microbatch"], layout, cost)
+            return [part for parts in zip(*ranks, strict=True) for part in parts]
+
+        packers = PatchSet()
+        packers.replace(module, "get_packer", lambda **_: SimpleNamespace(pack=pack))
+        try:
+            return theirs(self, shards, *given, **named)
+        finally:
+            packers.restore()
+
+    patches = PatchSet()
+    patches.replace(BatchedDataDict, "shard_by_batch_size", shard_by_batch_size)
+    return patches
+
+
+def _processed(
+    core: list[Any], theirs: Callable[..., Any], data_dict: Any, *given: Any, **named: Any
+) -> Any:
+    """NeMo-RL's micro-batch, with the rows that run.
+
+    :class:`.SharedSamples` are in place of the padded ``cu_seqlens``, which losses are given.
+    """
+    import torch
+
+    from megatron_wlb.runtime.trainer.given_model import SharedSamples
+
+    made = theirs(data_dict, *given, **named)
+    refused = {
+        "sequence_packing.enabled=false": made.cu_seqlens_padded is None,
+        "pictures": len(data_dict.get_multimodal_dict(as_tensors=True)),
+        "router replay": made.routed_experts is not None,
+        "a mask of multi-token prediction": made.mtp_loss_mask is not None,
+        "a model that packs samples itself": made.attention_mask is not None,
+    }
+    for name, value in refused.items():
+        if value:
+            raise CompatibilityError(
+                f"samples cannot share prefixes in NeMo-RL with {name}; {LEFT_OUT}"
+            )
+    lengths = data_dict[named["seq_length_key"]].tolist()
+    samples = [row[:n] for row, n in zip(data_dict["input_ids"], lengths, strict=True)]
+    known = SharedSamples.of(samples, core[0])
+    params: Any = known.params
+    ends = torch.tensor([0, *lengths], device=known.tokens.device).cumsum(0)
+    return replace(
+        made,
+        input_ids=known.tokens,
+        input_ids_cp_sharded=known.tokens,
+        position_ids=known.position_ids,
+        packed_seq_params=replace(params, cu_seqlens_q=ends, cu_seqlens_q_padded=known),
+        cu_seqlens_padded=known,
+    )
+
+
+def _loss(theirs: Callable[..., Any], **given: Any) -> Any:
+    """NeMo-RL's loss of all samples of a micro-batch at once, of their log-probabilities."""
+    from nemo_rl.algorithms.loss import SequencePackingFusionLossWrapper
+
+    prepare = given.pop("prepare_fn")
+    options: dict[str, Any] = getattr(prepare, "keywords", {})
+    if not getattr(getattr(prepare, "func", None), "__name__", "").startswith("prepare_"):
+        raise CompatibilityError(
+            f"samples cannot share prefixes in NeMo-RL with a prepare_fn of one's own; {LEFT_OUT}"
+        )
+    prepared = partial(
+        _prepared,
+        sampling_params=options.get("sampling_params"),
+        chunk_size=options.get("chunk_size"),
+    )
+    return SequencePackingFusionLossWrapper(prepare_fn=prepared, **given)
+
+
+def _prepared(
+    *,
+    logits: Any,
+    data: Any,
+    loss_fn: Any,
+    cu_seqlens_q_padded: Any,
+    vocab_parallel_rank: int,
+    vocab_parallel_group: Any,
+    sampling_params: Any,
+    chunk_size: int | None,
+    **_: Any,
+) -> tuple[dict[str, Any], Any]:
+    """What a loss of log-probabilities takes, ``[samples, length - 1]``, and its data."""
+    from nemo_rl.algorithms.loss.interfaces import LossInputType
+    from nemo_rl.distributed.model_utils import from_parallel_logits_to_logprobs_packed_sequences
+
+    if loss_fn.input_type != LossInputType.LOGPROB or "student_logits" in data:
+        raise CompatibilityError(
+            "samples cannot share prefixes in NeMo-RL with a loss of logits, such as those of "
+            f"teachers and drafts; {LEFT_OUT}"
+        )
+    vocabulary = logits.shape[-1]
+    log_probs = _log_probs(
+        from_parallel_logits_to_logprobs_packed_sequences,
+        logits if chunk_size is not None else logits.float(),
+        cu_seqlens_padded=cu_seqlens_q_padded,
+        unpacked_seqlen=data["input_ids"].shape[1],
+        vocab_start_index=vocab_parallel_rank * vocabulary,
+        vocab_end_index=(vocab_parallel_rank + 1) * vocabulary,
+        group=vocab_parallel_group,
+        chunk_size=chunk_size,
+        sampling_params=sampling_params,
+    )
+    return {"next_token_logprobs": log_probs}, data
+
+
+def _log_probs(
+    theirs: Callable[..., Any],
+    vocab_parallel_logits: Any,
+    *,
+    cu_seqlens_padded: Any,
+    unpacked_seqlen: int,
+    sampling_params: Any = None,
+    target: Any = None,
+    **named: Any,
+) -> Any:
+    """``[1, T, V/TP] -> [samples, unpacked_seqlen - 1]``; 0 behind a sample's last token.
+
+    NeMo-RL's function computes all rows as one sample.
+    """
+    import torch
+    from nemo_rl.algorithms.logits_sampling_utils import need_top_k_or_top_p_filtering
+
+    known = cu_seqlens_padded
+    if need_top_k_or_top_p_filtering(sampling_params):
+        raise CompatibilityError(
+            f"samples cannot share prefixes in NeMo-RL with top-k or top-p sampling; {LEFT_OUT}"
+        )
+    num_rows = known.tokens.shape[1]
+    rows = theirs(
+        vocab_parallel_logits,
+        target=known.targets,
+        cu_seqlens_padded=torch.tensor([0, num_rows]),
+        unpacked_seqlen=num_rows,
+        sampling_params=sampling_params,
+        target_is_pre_rolled=True,
+        **named,
+    )
+    every = known.of_samples(torch.nn.functional.pad(rows, (0, 1)))
+    found = [
+        torch.nn.functional.pad(own[:-1], (0, unpacked_seqlen - len(own)))
+        for own in torch.split(every, known.lengths)
+    ]
+    return torch.stack(found)
+
+
+def _top_k(*_: Any, **__: Any) -> Any:
+    raise CompatibilityError(
+        f"samples cannot share prefixes in NeMo-RL where a teacher's top-k logits are taken; "
+        f"{LEFT_OUT}"
+    )
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "SequencePackingLossWrapper": _loss,
+    "SequencePackingFusionLossWrapper": _loss,
+    "from_parallel_logits_to_logprobs_packed_sequences": _log_probs,
+    "distributed_vocab_topk": _top_k,
+}
+"""What NeMo-RL's forward step calls, and what stands in for it."""

@@ -1,0 +1,130 @@
+"""slime's Megatron backend computes what samples begin alike with once.
+
+Add one flag to those of slime's training::
+
+    --custom-megatron-init-path megatron_wlb.adapters.slime_shared.share_prefixes
+
+Losses, advantages and log-probabilities stay slime's own: it takes back what the model gives for
+each token of each response. Samples of one prompt come into one micro-batch where slime's schedule
+is planned by :func:`megatron_wlb.adapters.slime.build_dp_schedule` and is given ``tokens``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.patching import PatchSet
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_wlb.runtime.trainer.given_model import SharedSamples
+
+FOLDER = "slime.backends.megatron_utils"
+
+
+class Tokens(list[Any]):
+    """Token ids of a micro-batch's samples, and how they run."""
+
+    def __init__(self, samples: Sequence[torch.Tensor], known: SharedSamples) -> None:
+        super().__init__(samples)
+        self.known = known
+
+
+def share_prefixes(args: Any) -> PatchSet:
+    """Replaces what slime calls; the result can :meth:`~.PatchSet.restore` it.
+
+    Raises :class:`CompatibilityError` for flags with which samples cannot share, and where slime
+    has no function of these names.
+    """
+    refused = {
+        "--enable-mtp-training": "enable_mtp_training",
+        "--use-routing-replay": "use_routing_replay",
+        "--use-rollout-routing-replay": "use_rollout_routing_replay",
+        "--context-parallel-size above 1": "allgather_cp",
+    }
+    for flag, name in refused.items():
+        if getattr(args, name, False):
+            raise CompatibilityError(
+                f"samples cannot share prefixes in slime with {flag}; leave it out, or "
+                "--custom-megatron-init-path"
+            )
+    patches = PatchSet()
+    core: list[Any] = []
+
+    def get_model(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        from megatron_wlb.runtime.trainer.given_model import share
+
+        chunks = theirs(*given, **named)
+        core[:] = [share(chunks)]
+        return chunks
+
+    def get_batch(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        from megatron_wlb.runtime.trainer.given_model import SharedSamples
+
+        batch = theirs(*given, **named)
+        if batch.get("multimodal_train_inputs") is not None:
+            raise CompatibilityError(
+                "samples with pictures cannot share prefixes; leave out --custom-megatron-init-path"
+            )
+        known = SharedSamples.of(batch["unconcat_tokens"], core[0])
+        batch["unconcat_tokens"] = Tokens(batch["unconcat_tokens"], known)
+        batch["tokens"], batch["packed_seq_params"] = known.tokens, known.params
+        batch["full_loss_masks"] = None  # which further depths alone would read
+        return batch
+
+    patches.wrap(f"{FOLDER}.model", "get_model", get_model)
+    patches.wrap(f"{FOLDER}.model", "get_batch", get_batch)
+    patches.wrap(f"{FOLDER}.loss", "get_log_probs_and_entropy", _of_responses)
+    patches.wrap(f"{FOLDER}.loss", "get_values", _of_responses)
+    if f"{FOLDER}.actor" in sys.modules:  # which has them by name
+        patches.wrap(f"{FOLDER}.actor", "get_log_probs_and_entropy", _of_responses)
+        patches.wrap(f"{FOLDER}.actor", "get_values", _of_responses)
+    return patches
+
+
+def _of_responses(
+    theirs: Callable[..., Any],
+    logits: torch.Tensor,
+    *,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    top_p_token_ids: Any = None,
+    top_p_token_offsets: Any = None,
+    **named: Any,
+) -> Any:
+    """What slime's function of ``logits`` gives for each token of each response.
+
+    It computes all rows that run, ``[1, T, …]``, as one sample.
+    """
+    import torch
+
+    known = unconcat_tokens.known if isinstance(unconcat_tokens, Tokens) else None
+    if known is None:
+        raise CompatibilityError(
+            "slime called for log-probabilities of a micro-batch that sharing did not make; this "
+            "slime is not one that megatron-wlb knows"
+        )
+    if top_p_token_ids is not None or top_p_token_offsets is not None:
+        raise CompatibilityError(
+            "samples cannot share prefixes where slime replays top-p sampling; leave out "
+            "--custom-megatron-init-path, or the replay"
+        )
+    num_rows = known.tokens.shape[1]
+    as_one = torch.cat([known.targets[0, -1:], known.targets[0, :-1]])
+    nothing, found = theirs(
+        logits, unconcat_tokens=[as_one], total_lengths=[num_rows],
+        response_lengths=[num_rows - 1], **named,
+    )  # fmt: skip
+
+    def by_sample(rows: torch.Tensor) -> list[torch.Tensor]:
+        # The last row predicts nothing.
+        every = known.of_samples(torch.nn.functional.pad(rows, (0, 1))[None])
+        samples = zip(torch.split(every, known.lengths), response_lengths, strict=True)
+        return [own[len(own) - length - 1 : -1] for own, length in samples]
+
+    return nothing, {name: by_sample(rows) for name, (rows,) in found.items()}
