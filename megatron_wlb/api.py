@@ -38,7 +38,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
-from megatron_wlb.planning.balance.shared_plan import check_states
+from megatron_wlb.planning.balance.shared_plan import within_reach
 from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.models import load_model, model_names
@@ -177,8 +177,7 @@ def plan_batch(
     Raises:
         WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
             groups of slices, weights of other lengths or below 0, a step that does not fit, unequal
-            numbers where replicas exchange tokens, prefixes that are none, shared by groups, or of
-            a model with layers of G or M.
+            numbers where replicas exchange tokens, prefixes that are none, or shared by groups.
     """
     _check(layout=layout)
     layout.check_experts()
@@ -201,12 +200,12 @@ def plan_batch(
             raise ConfigError(
                 f"memory_gib is {memory_gib:g}, and cost names no model; give a name, such as 7b"
             )
-    ahead = 0
+    ahead, prefixes = 0, None if shared is None else SharedPrefixes.of(shared, sizes)
     if isinstance(cost, str):
         run = _run(cost, layout, hardware, max_tokens)
         ahead = run.shape.num_ahead
-        if shared is not None:
-            check_states(run.shape)
+        if prefixes is not None:
+            prefixes = within_reach(prefixes, run.memory)
         if memory_gib is not None:
             memory = replace(run, memory_gib=memory_gib).memory_limit
         cost, costs = run.cost, run.costs
@@ -219,7 +218,7 @@ def plan_batch(
         sizes, max_tokens, cost, costs, layout,
         slices=slices, number=number, equal=equal_numbers, groups=groups,
         targets=targets, memory=memory, alike=layout.expert_replicas,
-        shared=None if shared is None else SharedPrefixes.of(shared, sizes), ahead=ahead,
+        shared=prefixes, ahead=ahead,
     )  # fmt: skip
 
 

@@ -312,6 +312,11 @@ CASES = [
         Layout("moe-aux", 3, dp=2, ep=2, extra=UNLIMITED),
         Layout("latent-yarn", 3, extra=FEW),
         Layout("latent", 3, cp=2, extra=FEW),
+        Layout("delta", 3, pp=2, extra=FULL),
+        Layout("delta", 3, cp=2, sharding="per-document"),
+        Layout("mamba", 3, cp=2),
+        Layout("mamba", 2, tp="2sp", dp=2, extra=f"{SHARDED} {OVERLAP}"),
+        Layout("mamba", 4, pp=2, vpp=2, extra=SELECTIVE),
     ], shared_for, workload=TREES),
     *(Case(layout, shared_for, workload=workload)
       for layout in (Layout("mixed", 3, pp=2, extra=TWO_AHEAD), Layout("llama", 3, cp=2))

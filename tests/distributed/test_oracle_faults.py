@@ -22,6 +22,7 @@ from helpers.faults import (
     in_megatrons_order,
     leak_one_boundary,
     leave_out_a_childs_gradients,
+    leave_out_states_gradients,
     let_siblings_see_each_other,
     mean_of_means,
     megatron_s_own_recomputation,
@@ -31,6 +32,7 @@ from helpers.faults import (
     rotate_by_rows,
     scan_over_documents,
     see_nothing_that_is_shared,
+    share_no_states,
     shift_across_documents,
     shift_each_document,
     shift_half_of_each_document,
@@ -118,6 +120,9 @@ FAULTS: list[tuple[Any, ...]] = [
         (take_a_siblings_label, "loss"),
     )),
     (Layout("llama", 1), leave_out_a_childs_gradients, "gradient", trees_for, TREES),
+    (Layout("delta", 3), share_no_states, "loss", shared_for, TREES),
+    (Layout("mamba", 3), share_no_states, "loss", shared_for, TREES),
+    (Layout("delta", 3), leave_out_states_gradients, "gradient", shared_for, TREES),
     (EP2, megatron_s_own_routers, "router"),
     (Layout("moe-seq", 1, dp=2), count_on_each_replica, "router", merged_for),
     (dataclasses.replace(EXPERTS_PP2, extra=FULL), take_slices_for_documents, "router", sliced_for),
@@ -180,9 +185,9 @@ def test_trees_in_another_order_are_refused(wrong: Differences) -> None:
         wrong(SLICED, in_megatrons_order, trees_for, TREES)
 
 
-def test_states_of_samples_that_share_are_refused(wrong: Differences) -> None:
-    with pytest.raises(PlanError, match="layers of G and M hand a state to one sample alone"):
-        wrong(Layout("delta", 3), plan_for=shared_for, workload=TREES)
+def test_states_of_trees_over_micro_batches_are_refused(wrong: Differences) -> None:
+    with pytest.raises(PlanError, match="layers of G and M hand states to samples of one"):
+        wrong(Layout("delta", 1), plan_for=trees_for, workload=TREES)
 
 
 def lacking_on_the_last_rank(plan: StepPlan) -> StepPlan:

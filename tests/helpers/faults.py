@@ -357,6 +357,31 @@ def hand_back_nothing(_runner: Any) -> Any:
     return mock.patch.object(states._Take, "backward", wrong)
 
 
+def share_no_states(_runner: Any) -> Any:
+    """Each branch begins with a state of zeros."""
+    from megatron_wlb.runtime.gpt import states
+
+    right = states.Branches.of
+    wrong = staticmethod(lambda lengths, above: right(right(lengths, above).rows.lengths, ()))
+    return mock.patch.object(states.Branches, "of", wrong)
+
+
+def leave_out_states_gradients(_runner: Any) -> Any:
+    """No branch gives back the gradient of the state that it began with."""
+    from megatron_wlb.runtime.gpt import delta_net
+
+    right = delta_net._by_levels
+
+    def wrong(original: Any, *args: Any) -> Any:
+        def detached(*rows: Any, initial_state: Any, **named: Any) -> Any:
+            initial = initial_state if initial_state is None else initial_state.detach()
+            return original(*rows, initial_state=initial, **named)
+
+        return right(detached, *args)
+
+    return mock.patch.object(delta_net, "_by_levels", wrong)
+
+
 def scan_over_documents(_runner: Any) -> Any:
     """The documents of a micro-batch have one state."""
     from megatron_wlb.runtime.gpt import states

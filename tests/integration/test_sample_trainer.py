@@ -81,6 +81,7 @@ LONG = {"wlb_max_tokens": 400, "max_position_embeddings": 128}
         (4, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
         (2, {"multi_latent_attention": True, "kv_lora_rank": 8, "position_embedding_type": "rope"}),
         (1, {"mtp_num_layers": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "hybrid_layer_pattern": "GEM|*E", **HEADS}),
         (2, TREES | {"pipeline_model_parallel_size": 2}),
         (4, TREES | {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
         (
@@ -96,6 +97,7 @@ LONG = {"wlb_max_tokens": 400, "max_position_embeddings": 128}
         "CP, EP",
         "latents",
         "prediction",
+        "states, PP",
         "trees",
         "trees, CP",
         "trees, VPP",

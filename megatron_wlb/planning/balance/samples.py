@@ -218,7 +218,7 @@ def slice_samples(
     fits = memory is None or peak_bytes <= memory.limit_bytes
     if shared is not None and any(shared.common):
         ways = [_inside(lengths, max_tokens, costs, layout, number, memory, shared, ahead)]
-        if alike == 1:  # Replicas that meet would have to have trees alike.
+        if alike == 1 and shared.in_trees:  # Replicas that meet would have to have trees alike.
             step = SharedStep(shared, lengths, replica, ahead)
             ways.append(plan_trees(step, slicer.pipeline, layout.dp_size, number))
 

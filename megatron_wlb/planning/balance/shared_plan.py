@@ -19,7 +19,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cost import ModelShape
+from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats, graph_of
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Sharing, Span, TreePart, Units
@@ -114,7 +114,7 @@ class SharedStep:
         own: list[int] = []
         us, num_tokens = 0.0, 0
         for number, before, size, own_us, whole_us in self.samples:
-            more = max(size - before, self.share_of_keys(size))
+            more = max(size - before, self.share_of_keys(size)) + self.shared.rows_of_states
             if own and before and us + own_us <= most_us and num_tokens + more <= max_tokens:
                 own.append(number)
                 us, num_tokens = us + own_us, num_tokens + more
@@ -363,18 +363,22 @@ def _dealt(
     return slowest_us, [running_order(own, replica) for own in ranks]
 
 
-def check_states(shape: ModelShape) -> None:
-    """Raises :class:`ConfigError` for a model whose layers carry a state through samples."""
-    if any(layer.state_products for _, layer in shape.all_runs):
-        raise ConfigError(
-            "samples of a model with layers of G and M cannot share prefixes: these hand a state "
-            "to one sample alone; leave shared out"
-        )
+def within_reach(shared: SharedPrefixes, memory: MemoryModel) -> SharedPrefixes:
+    """The same for a model whose layers carry a state through samples: inside micro-batches alone,
+    as nothing keeps states for several samples of another one. A branch counts its states, one of
+    its own and one of what it branches off.
+    """
+    layers = [[o for tape in chunks for o in tape.operations] for chunks in memory.tapes]
+    states = [2 * sum(o.state for o in rank if not o.inner) for rank in layers]
+    if not any(o.state for rank in layers for o in rank):
+        return shared
+    per_token = [sum(tape.saved_per_token for tape in chunks) for chunks in memory.tapes]
+    rows = max(own / each for own, each in zip(states, per_token, strict=True))
+    return replace(shared, in_trees=False, rows_of_states=math.ceil(rows))
 
 
-def check_shared(config: Config, shape: ModelShape) -> None:
+def check_shared(config: Config) -> None:
     """Raises :class:`ConfigError` for a model in which a row cannot stand for several samples."""
-    check_states(shape)
     m = config.model
     reasons = {
         "--attention-dropout": m.attention_dropout and "one draw would serve all of them",

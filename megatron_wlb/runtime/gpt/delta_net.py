@@ -3,8 +3,9 @@
 The layer is Megatron's own. Two functions of its forward pass look up the micro-batch's documents
 (:mod:`megatron_wlb.runtime.gpt.states`): its convolution and its recurrence, which are those of the
 package ``fla``. Both take all documents in one call, but for a recurrence that takes or leaves a
-state. Megatron's exchange between context-parallel ranks gives a rank all tokens and its share of
-the heads; only the order of the tokens is the plan's.
+state, and that of documents that share rows, which runs level by level. Megatron's exchange between
+context-parallel ranks gives a rank all tokens and its share of the heads; only the order of the
+tokens is the plan's.
 
 Legend: ``T`` tokens over all context-parallel ranks, ``H`` value heads of this rank, ``K`` and
 ``V`` dimensions of a key and a value, ``C`` channels of the convolution, ``W`` its taps.
@@ -19,7 +20,13 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.gpt.states import ScannedDocuments, ScansDocuments, look_up, present
+from megatron_wlb.runtime.gpt.states import (
+    Branches,
+    Rows,
+    ScansDocuments,
+    look_up,
+    present,
+)
 
 # One module up to 0.18.
 _LAYER = getattr(gated_delta_net, "gdn", gated_delta_net)
@@ -48,13 +55,17 @@ def _convolution(original: Any, x: torch.Tensor, weight: torch.Tensor, **named: 
     if scan is None:
         return original(x=x, weight=weight, **named)
     channels, taps = weight.shape
+    branches = scan.documents.branches
+    if branches is not None:
+        above = branches.rows_before(x, taps).mT.contiguous()
+        named |= {"initial_state": above, "output_final_state": False, **_ends(branches.rows)}
+        return original(x=x, weight=weight, **named)[0], None
     initial = scan.initial("convolution", x, (channels, taps), x.dtype)
-    named |= {"initial_state": initial, "output_final_state": False}
-    named |= _ends(scan.documents)
+    named |= {"initial_state": initial, "output_final_state": False, **_ends(scan.documents.rows)}
     out, _ = original(x=x, weight=weight, **named)
 
     def final() -> torch.Tensor:
-        rows = x[0, : scan.documents.lengths[0]][-taps:].t()
+        rows = x[0, : scan.documents.num_own][-taps:].t()
         before = rows.new_zeros(channels, taps) if initial is None else initial[0]
         return torch.cat([before, rows], dim=1)[:, -taps:]
 
@@ -69,6 +80,8 @@ def _rule(original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **na
     """
     scan = present()
     assert scan is not None, "the layer's forward says so"
+    if scan.documents.branches is not None:
+        return _by_levels(original, scan.documents.branches, (q, k, v), named), None
 
     def run(first: int, stop: int | None, **of_documents: Any) -> Any:
         rows = slice(first, stop)
@@ -78,7 +91,7 @@ def _rule(original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **na
     gates, betas = named["g"], named["beta"]
     num_own, parts = 0, []
     if scan.takes or scan.leaves:
-        num_own = scan.documents.lengths[0]
+        num_own = scan.documents.num_own
         taken = scan.taken("recurrence", q)
         initial = None if taken is None else taken[None]
         out, states = run(
@@ -86,11 +99,32 @@ def _rule(original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **na
         )
         parts.append(scan.left("recurrence", out, lambda: states[0]))
     if num_own < q.shape[1]:
-        others = scan.documents.others if num_own else scan.documents
+        others = scan.documents.others if num_own else scan.documents.rows
         none = {"initial_state": None, "output_final_state": False}
         parts.append(run(num_own, None, **none, **_ends(others))[0])
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
 
 
-def _ends(documents: ScannedDocuments) -> dict[str, torch.Tensor]:
-    return {"cu_seqlens": documents.ends, "cu_seqlens_cpu": documents.ends_on_host}
+def _by_levels(
+    original: Any, branches: Branches, of_rows: tuple[torch.Tensor, ...], named: dict[str, Any]
+) -> torch.Tensor:
+    """The same of documents that share rows: each piece begins with the state of its parent."""
+    gates, betas = named["g"], named["beta"]
+    states: torch.Tensor | None = None
+    parts = []
+    for level in branches.levels:
+        q, k, v, g, beta = (t.index_select(1, level.index) for t in (*of_rows, gates, betas))
+        named.update(
+            _ends(level.rows),
+            g=g,
+            beta=beta,
+            initial_state=None if states is None else states.index_select(0, level.parents),
+            output_final_state=level is not branches.levels[-1],
+        )
+        part, states = original(q, k, v, **named)
+        parts.append(part)
+    return torch.cat(parts, dim=1).index_select(1, branches.back)
+
+
+def _ends(rows: Rows) -> dict[str, torch.Tensor]:
+    return {"cu_seqlens": rows.ends, "cu_seqlens_cpu": rows.ends_on_host}

@@ -6,7 +6,12 @@ leaves its own. In backward, last slice to first, each leaves the gradient of th
 took, and the slice before begins with that. Both are kept here between passes, so a pass has no
 root but its output, as Megatron's schedules have it.
 
-Legend: ``T`` tokens of the micro-batch over all context-parallel ranks, ``N`` its documents.
+Documents that share rows (:attr:`.Sharing.above`) begin with the state behind these. Each is
+scanned in pieces, from branch to branch; those whose states are known run in one call
+(:class:`Branches`).
+
+Legend: ``T`` tokens of the micro-batch over all context-parallel ranks, ``N`` its documents, ``P``
+pieces of these.
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import RowRun
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice
@@ -29,16 +36,125 @@ Name: TypeAlias = tuple[tuple[int, int], int, str, int]
 """A state's document, layer, kind and the token before which it stands."""
 
 
+MOST_TAPS = 8
+"""The most taps of a convolution, whose first ones see rows above."""
+
+
+class Piece(NamedTuple):
+    """Rows of one document that are scanned in one go."""
+
+    start: int
+    stop: int
+    parent: int | None
+    """The piece whose state it begins with; None: it begins with zero."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of documents, or of pieces of them, that a kernel takes in one call."""
+
+    lengths: tuple[int, ...]
+    """Rows of each."""
+    ends: torch.Tensor
+    """``[number + 1]`` int64: where each begins, and where the last one ends."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Rows:
+        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)]))
+
+    @cached_property
+    def ends_on_host(self) -> torch.Tensor:
+        """:attr:`ends`, which kernels would else have to wait for."""
+        return torch.tensor([0, *accumulate(self.lengths)])
+
+
+@dataclass(frozen=True)
+class Level:
+    """Pieces that run in one call, as they begin with states of the level before."""
+
+    rows: Rows
+    index: torch.Tensor
+    """``[n]`` int64: their rows in the micro-batch."""
+    parents: torch.Tensor
+    """``[pieces]`` int64: places of their parents in the level before; not read in the first."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """How documents that share rows are scanned."""
+
+    pieces: tuple[Piece, ...]
+    """In the order of their rows."""
+    rows: Rows
+    """All of them."""
+    before: torch.Tensor
+    """``[P, MOST_TAPS]`` int64: the last rows before each on its path; T where there is none."""
+    levels: tuple[Level, ...]
+    back: torch.Tensor
+    """``[T]`` int64: where each row is in those of all levels."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], above: Sequence[Sequence[RowRun]]) -> Branches:
+        """On the host. ``above`` is :attr:`.Sharing.above` of the first documents."""
+        ends = [0, *accumulate(lengths)]
+        up = {start: runs[-1].stop for start, runs in zip(ends, above, strict=False) if runs}
+        edges = sorted({*ends, *up.values()})
+        numbers = {stop: number for number, stop in enumerate(edges[1:])}
+        pieces: list[Piece] = []
+        before: list[list[int]] = []
+        levels: list[list[int]] = []
+        places: list[tuple[int, int]] = []  # of each piece: its level, and its place in that
+        for number, (start, stop) in enumerate(pairwise(edges)):
+            parent = None
+            if start in up or start not in ends:
+                parent = numbers[up.get(start, start)]
+            pieces.append(Piece(start, stop, parent))
+            path, depth = [ends[-1]] * MOST_TAPS, 0
+            if parent is not None:
+                path = [*before[parent], *range(*pieces[parent][:2])][-MOST_TAPS:]
+                depth = places[parent][0] + 1
+            before.append(path)
+            levels += [[]] * (depth == len(levels))
+            levels[depth] = [*levels[depth], number]
+            places.append((depth, len(levels[depth]) - 1))
+        made = [
+            Level(
+                Rows.of([pieces[n].stop - pieces[n].start for n in own]),
+                torch.cat([torch.arange(*pieces[n][:2]) for n in own]),
+                torch.tensor([places[pieces[n].parent or 0][1] for n in own]),
+            )
+            for own in levels
+        ]
+        return cls(
+            tuple(pieces),
+            Rows.of([piece.stop - piece.start for piece in pieces]),
+            torch.tensor(before),
+            tuple(made),
+            torch.argsort(torch.cat([level.index for level in made])),
+        )
+
+    def rows_before(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        """``[1, T, C] -> [P, number, C]``: the last rows before each piece; zeros for no row.
+
+        Raises :class:`PlanError` for more than are known.
+        """
+        if number > MOST_TAPS:
+            raise PlanError(
+                f"a convolution sees {number} rows above, but {MOST_TAPS} are known; plan without "
+                "shared"
+            )
+        padded = torch.nn.functional.pad(rows[0], (0, 0, 0, 1))
+        return padded[self.before[:, MOST_TAPS - number :]]
+
+
 @dataclass(frozen=True)
 class ScannedDocuments:
     """The documents of a micro-batch, of all context-parallel ranks: each rank scans all tokens,
     with its share of the heads.
     """
 
-    lengths: tuple[int, ...]
-    """Tokens of each, padding last."""
-    ends: torch.Tensor
-    """``[N + 1]`` int64: where each begins, and where the last one ends."""
+    rows: Rows
+    """Those of each, padding last."""
     numbers: torch.Tensor
     """``[T]`` int32: each token's document."""
     order: torch.Tensor | None = None
@@ -48,31 +164,37 @@ class ScannedDocuments:
     """``[T]`` int64: the way back."""
     cut: KVSlice | None = None
     """The slice that the first document is, if it is one."""
+    branches: Branches | None = None
+    """How they are scanned where they share rows; None where they share none."""
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], cp_size: int, sharding: Sharding, cut: KVSlice | None
+        cls,
+        lengths: Sequence[int],
+        cp_size: int,
+        sharding: Sharding,
+        cut: KVSlice | None,
+        above: Sequence[Sequence[RowRun]] = (),
     ) -> ScannedDocuments:
-        """On the host."""
+        """On the host. ``above`` is :attr:`.Sharing.above`."""
         order = back = None
         if cp_size > 1:
             layouts = (rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size))
             tokens: npt.NDArray[np.int64] = np.concatenate([own.tokens for own in layouts])
             order, back = torch.from_numpy(np.argsort(tokens)), torch.from_numpy(tokens)
-        ends = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int64))
         numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
-        return cls(tuple(lengths), ends, numbers, order, back, cut)
+        branches = Branches.of(lengths, above) if any(above) else None
+        return cls(Rows.of(lengths), numbers, order, back, cut, branches)
+
+    @property
+    def num_own(self) -> int:
+        """Tokens of the first document."""
+        return self.rows.lengths[0]
 
     @cached_property
-    def others(self) -> ScannedDocuments:
+    def others(self) -> Rows:
         """All but the first."""
-        ends, numbers = self.ends[1:] - self.lengths[0], self.numbers[self.lengths[0] :]
-        return ScannedDocuments(self.lengths[1:], ends, numbers)
-
-    @cached_property
-    def ends_on_host(self) -> torch.Tensor:
-        """:attr:`ends`, which kernels would else have to wait for."""
-        return torch.tensor(np.append(0, np.cumsum(self.lengths)))
+        return Rows(self.rows.lengths[1:], self.rows.ends[1:] - self.num_own)
 
 
 @dataclass(frozen=True)
@@ -92,7 +214,7 @@ class LayerScan:
         own = self.taken(kind, anchor)
         if own is None:
             return None
-        others = own.new_zeros(len(self.documents.lengths) - 1, *shape, dtype=dtype)
+        others = own.new_zeros(len(self.documents.rows.lengths) - 1, *shape, dtype=dtype)
         return torch.cat([own[None].to(dtype), others])
 
     def taken(self, kind: str, anchor: torch.Tensor) -> torch.Tensor | None:

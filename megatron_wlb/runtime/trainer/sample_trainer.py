@@ -22,7 +22,7 @@ from megatron_wlb.data.targets import targets_of
 from megatron_wlb.errors import ConfigError, TrainingError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.balance.samples import plan_step
-from megatron_wlb.planning.balance.shared_plan import check_shared
+from megatron_wlb.planning.balance.shared_plan import check_shared, within_reach
 from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import (
     check_positions,
@@ -73,6 +73,7 @@ class SampleTrainer:
         self._costs = run.planning_costs(config.wlb.wlb_cost == "analytic")
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
         self._alike, self._shape = run.alike, run.shape
+        self._memory_model = run.memory
         self.layout = parallelism(config, dp_size)
         self._max_tokens = max_tokens(config, run)
 
@@ -107,8 +108,8 @@ class SampleTrainer:
         targets = None if weights is None else targets_of("the batch", weights, corpus.lengths)
         prefixes = None
         if shared:
-            check_shared(self.config, self._shape)
-            prefixes = SharedPrefixes.found(corpus.stored)
+            check_shared(self.config)
+            prefixes = within_reach(SharedPrefixes.found(corpus.stored), self._memory_model)
         plan = plan_step(
             corpus.lengths.tolist(), self._max_tokens, self._cost, self._costs, self.layout,
             slices=kind_of(self.config.wlb.wlb_packing).slices, groups=groups, targets=targets,

@@ -17,7 +17,6 @@ from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import MicroBatchPlan, RowRun, Sharing, StepPlan, TreePart
 from megatron_wlb.planning.balance.shared_plan import check_shared
 from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
-from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.runtime.stepping.step import check_chains
 from megatron_wlb.settings.command_line import parse
 
@@ -181,9 +180,21 @@ def test_sharing_never_makes_steps_with_experts_slower() -> None:
         assert us[1] < 1.01 * us[0]
 
 
-def test_named_models_with_states_do_not_share() -> None:
-    with pytest.raises(ConfigError, match="layers of G and M cannot share prefixes"):
-        wlb.plan_batch([8, 8], max_tokens=64, cost="qwen3.5-35b-a3b", shared=[None, (0, 4)])
+def test_models_with_states_share_inside_micro_batches_alone() -> None:
+    samples = group(4096, 512, 16)
+    layout = wlb.Parallelism(pp_size=4)
+    trees = {}
+    for cost in ("7b", "qwen3.5-35b-a3b"):
+        plan = wlb.plan_batch(
+            list(map(len, samples)), max_tokens=8192, layout=layout, cost=cost, shared=samples,
+            slices=True,
+        )  # fmt: skip
+        assert any(m.sharing.above for m in plan)
+        trees[cost] = any(m.sharing.tree for m in plan)
+        # Branches with states have room for these.
+        fullest = max(plan, key=lambda m: len(m.spans))
+        assert trees[cost] or fullest.length + 20 * len(fullest.spans) < 8192
+    assert trees == {"7b": True, "qwen3.5-35b-a3b": False}
 
 
 def test_keys_that_ranks_copy_are_few() -> None:
@@ -211,11 +222,6 @@ def test_groups_do_not_share() -> None:
         ("--attention-dropout 0.1", "--attention-dropout: one draw would serve all"),
         ("--hidden-dropout 0.1", "--hidden-dropout: one draw would serve all"),
         (
-            "--hybrid-layer-pattern G* --linear-num-key-heads 2 --linear-num-value-heads 2 "
-            "--linear-key-head-dim 8 --linear-value-head-dim 8",
-            "layers of G and M cannot share prefixes",
-        ),
-        (
             "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
             "--moe-aux-loss-coeff 0.1",
             "seq_aux_loss: it counts the tokens of each sample",
@@ -223,13 +229,10 @@ def test_groups_do_not_share() -> None:
     ],
 )
 def test_models_in_which_samples_cannot_share_are_refused(flags: str, said: str) -> None:
-    sizes = "--hidden-size 32 --num-attention-heads 4 --seq-length 64"
-    layers = "" if "pattern" in flags else "--num-layers 2"
-    plain = parse(f"{sizes} --num-layers 2".split())
-    check_shared(plain, model_shape(plain, 64))
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64"
+    check_shared(parse(sizes.split()))
     with pytest.raises(ConfigError, match=said):
-        config = parse(f"{sizes} {layers} {flags}".split())
-        check_shared(config, model_shape(config, 64))
+        check_shared(parse(f"{sizes} {flags}".split()))
 
 
 def planned(samples: list[Tokens], layout: wlb.Parallelism, shared: bool, **named: int) -> StepPlan:
