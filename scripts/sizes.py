@@ -32,10 +32,10 @@ class Size(NamedTuple):
 
 SIZES = {
     "slim_lines": Size("lines that a launch with slim imports, also in functions", 29_940, 30_000),
-    "core_lines": Size(f"lines of the package without {' and '.join(OUTSIDE)}", 46_700, 39_000),
-    "test_lines": Size("lines of tests", 49_000, 36_000),
+    "core_lines": Size(f"lines of the package without {' and '.join(OUTSIDE)}", 46_900, 39_000),
+    "test_lines": Size("lines of tests", 49_050, 36_000),
     "test_ratio": Size("lines of tests for each line of the package", 0.99, 0.9),
-    "tested_modules": Size("modules of the package that tests name", 220, 110),
+    "tested_modules": Size("modules of the package that tests name", 221, 110),
     "class_names": Size("class names that two modules have", 3, 4),
     "file_names": Size("file names that two modules have", 8, 8),
     "pages": Size("pages of docs/ that are written by hand", 20, 20),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FOLDER = "slime.backends.megatron_utils"
 
 
-class Tokens(list[Any]):
+class SampleTokens(list[Any]):
     """Token ids of a micro-batch's samples, and how they run."""
 
     def __init__(self, samples: Sequence[torch.Tensor], known: SharedSamples) -> None:
@@ -71,7 +71,7 @@ def share_prefixes(args: Any) -> PatchSet:
                 "samples with pictures cannot share prefixes; leave out --custom-megatron-init-path"
             )
         known = SharedSamples.of(batch["unconcat_tokens"], core[0])
-        batch["unconcat_tokens"] = Tokens(batch["unconcat_tokens"], known)
+        batch["unconcat_tokens"] = SampleTokens(batch["unconcat_tokens"], known)
         batch["tokens"], batch["packed_seq_params"] = known.tokens, known.params
         batch["full_loss_masks"] = None  # which further depths alone would read
         return batch
@@ -103,7 +103,7 @@ def _of_responses(
     """
     import torch
 
-    known = unconcat_tokens.known if isinstance(unconcat_tokens, Tokens) else None
+    known = unconcat_tokens.known if isinstance(unconcat_tokens, SampleTokens) else None
     if known is None:
         raise CompatibilityError(
             "slime called for log-probabilities of a micro-batch that sharing did not make; this "

@@ -22,7 +22,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.gpt.states import (
     Branches,
-    Rows,
+    ScannedRows,
     ScansDocuments,
     look_up,
     present,
@@ -126,5 +126,5 @@ def _by_levels(
     return torch.cat(parts, dim=1).index_select(1, branches.back)
 
 
-def _ends(rows: Rows) -> dict[str, torch.Tensor]:
+def _ends(rows: ScannedRows) -> dict[str, torch.Tensor]:
     return {"cu_seqlens": rows.ends, "cu_seqlens_cpu": rows.ends_on_host}

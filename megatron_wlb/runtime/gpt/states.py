@@ -40,8 +40,8 @@ MOST_TAPS = 8
 """The most taps of a convolution, whose first ones see rows above."""
 
 
-class Piece(NamedTuple):
-    """Rows of one document that are scanned in one go."""
+class ScannedPiece(NamedTuple):
+    """Rows of one document that are scanned in one go: from branch to branch."""
 
     start: int
     stop: int
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScannedRows:
     """Rows of documents, or of pieces of them, that a kernel takes in one call."""
 
     lengths: tuple[int, ...]
@@ -59,7 +59,7 @@ class Rows:
     """``[number + 1]`` int64: where each begins, and where the last one ends."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Rows:
+    def of(cls, lengths: Sequence[int]) -> ScannedRows:
         return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)]))
 
     @cached_property
@@ -72,7 +72,7 @@ class Rows:
 class Level:
     """Pieces that run in one call, as they begin with states of the level before."""
 
-    rows: Rows
+    rows: ScannedRows
     index: torch.Tensor
     """``[n]`` int64: their rows in the micro-batch."""
     parents: torch.Tensor
@@ -83,9 +83,9 @@ class Level:
 class Branches:
     """How documents that share rows are scanned."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ScannedPiece, ...]
     """In the order of their rows."""
-    rows: Rows
+    rows: ScannedRows
     """All of them."""
     before: torch.Tensor
     """``[P, MOST_TAPS]`` int64: the last rows before each on its path; T where there is none."""
@@ -100,7 +100,7 @@ class Branches:
         up = {start: runs[-1].stop for start, runs in zip(ends, above, strict=False) if runs}
         edges = sorted({*ends, *up.values()})
         numbers = {stop: number for number, stop in enumerate(edges[1:])}
-        pieces: list[Piece] = []
+        pieces: list[ScannedPiece] = []
         before: list[list[int]] = []
         levels: list[list[int]] = []
         places: list[tuple[int, int]] = []  # of each piece: its level, and its place in that
@@ -108,7 +108,7 @@ class Branches:
             parent = None
             if start in up or start not in ends:
                 parent = numbers[up.get(start, start)]
-            pieces.append(Piece(start, stop, parent))
+            pieces.append(ScannedPiece(start, stop, parent))
             path, depth = [ends[-1]] * MOST_TAPS, 0
             if parent is not None:
                 path = [*before[parent], *range(*pieces[parent][:2])][-MOST_TAPS:]
@@ -119,7 +119,7 @@ class Branches:
             places.append((depth, len(levels[depth]) - 1))
         made = [
             Level(
-                Rows.of([pieces[n].stop - pieces[n].start for n in own]),
+                ScannedRows.of([pieces[n].stop - pieces[n].start for n in own]),
                 torch.cat([torch.arange(*pieces[n][:2]) for n in own]),
                 torch.tensor([places[pieces[n].parent or 0][1] for n in own]),
             )
@@ -127,7 +127,7 @@ class Branches:
         ]
         return cls(
             tuple(pieces),
-            Rows.of([piece.stop - piece.start for piece in pieces]),
+            ScannedRows.of([piece.stop - piece.start for piece in pieces]),
             torch.tensor(before),
             tuple(made),
             torch.argsort(torch.cat([level.index for level in made])),
@@ -153,7 +153,7 @@ class ScannedDocuments:
     with its share of the heads.
     """
 
-    rows: Rows
+    rows: ScannedRows
     """Those of each, padding last."""
     numbers: torch.Tensor
     """``[T]`` int32: each token's document."""
@@ -184,7 +184,7 @@ class ScannedDocuments:
             order, back = torch.from_numpy(np.argsort(tokens)), torch.from_numpy(tokens)
         numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
         branches = Branches.of(lengths, above) if any(above) else None
-        return cls(Rows.of(lengths), numbers, order, back, cut, branches)
+        return cls(ScannedRows.of(lengths), numbers, order, back, cut, branches)
 
     @property
     def num_own(self) -> int:
@@ -192,9 +192,9 @@ class ScannedDocuments:
         return self.rows.lengths[0]
 
     @cached_property
-    def others(self) -> Rows:
+    def others(self) -> ScannedRows:
         """All but the first."""
-        return Rows(self.rows.lengths[1:], self.rows.ends[1:] - self.num_own)
+        return ScannedRows(self.rows.lengths[1:], self.rows.ends[1:] - self.num_own)
 
 
 @dataclass(frozen=True)
