@@ -200,9 +200,10 @@ def _log_probs(
     target: Any = None,
     **named: Any,
 ) -> Any:
-    """``[1, T, V/TP] -> [samples, unpacked_seqlen - 1]``; 0 behind a sample's last token.
+    """``[1, T/CP, V/TP] -> [samples, unpacked_seqlen - 1]``; 0 behind a sample's last token.
 
-    NeMo-RL's function computes all rows as one sample.
+    NeMo-RL's function computes all rows of this rank as one sample of a token more, which has no
+    row.
     """
     import torch
     from nemo_rl.algorithms.logits_sampling_utils import need_top_k_or_top_p_filtering
@@ -216,16 +217,15 @@ def _log_probs(
     rows = theirs(
         vocab_parallel_logits,
         target=known.targets,
-        cu_seqlens_padded=torch.tensor([0, num_rows]),
-        unpacked_seqlen=num_rows,
+        cu_seqlens_padded=torch.tensor([0, num_rows + 1]),
+        unpacked_seqlen=num_rows + 1,
         sampling_params=sampling_params,
         target_is_pre_rolled=True,
-        **named,
+        **named | {"cp_group": None},
     )
-    every = known.of_samples(torch.nn.functional.pad(rows, (0, 1)))
     found = [
         torch.nn.functional.pad(own[:-1], (0, unpacked_seqlen - len(own)))
-        for own in torch.split(every, known.lengths)
+        for own in torch.split(known.of_samples(rows, summed=True), known.lengths)
     ]
     return torch.stack(found)
 

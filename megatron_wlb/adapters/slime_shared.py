@@ -44,7 +44,7 @@ def share_prefixes(args: Any) -> PatchSet:
         "--enable-mtp-training": "enable_mtp_training",
         "--use-routing-replay": "use_routing_replay",
         "--use-rollout-routing-replay": "use_rollout_routing_replay",
-        "--context-parallel-size above 1": "allgather_cp",
+        "--allgather-cp": "allgather_cp",
     }
     for flag, name in refused.items():
         if getattr(args, name, False):
@@ -99,7 +99,8 @@ def _of_responses(
 ) -> Any:
     """What slime's function of ``logits`` gives for each token of each response.
 
-    It computes all rows that run, ``[1, T, …]``, as one sample.
+    It computes the rows of this context-parallel rank, ``[1, T/CP, …]``, as one sample of a token
+    more, which has no row; and each rank gets the part of a response that slime has there.
     """
     import torch
 
@@ -115,16 +116,38 @@ def _of_responses(
             "--custom-megatron-init-path, or the replay"
         )
     num_rows = known.tokens.shape[1]
-    as_one = torch.cat([known.targets[0, -1:], known.targets[0, :-1]])
-    nothing, found = theirs(
-        logits, unconcat_tokens=[as_one], total_lengths=[num_rows],
-        response_lengths=[num_rows - 1], **named,
-    )  # fmt: skip
+    loss = sys.modules[f"{FOLDER}.loss"]
+    alone = PatchSet()
+    alone.replace(loss, "mpu", _OneRank(loss.mpu))
+    try:
+        nothing, found = theirs(
+            logits,
+            unconcat_tokens=[torch.cat([known.targets[0, :1], known.targets[0]])],
+            total_lengths=[num_rows + 1],
+            response_lengths=[num_rows],
+            **named,
+        )
+    finally:
+        alone.restore()
 
     def by_sample(rows: torch.Tensor) -> list[torch.Tensor]:
-        # The last row predicts nothing.
-        every = known.of_samples(torch.nn.functional.pad(rows, (0, 1))[None])
-        samples = zip(torch.split(every, known.lengths), response_lengths, strict=True)
-        return [own[len(own) - length - 1 : -1] for own, length in samples]
+        every = torch.split(known.of_samples(rows[None], summed=True), known.lengths)
+        lengths = zip(total_lengths, response_lengths, strict=True)
+        return [
+            loss.slice_log_prob_with_cp(own[total - length - 1 : -1], total, length)
+            for own, (total, length) in zip(every, lengths, strict=True)
+        ]
 
     return nothing, {name: by_sample(rows) for name, (rows,) in found.items()}
+
+
+class _OneRank:
+    """Megatron's ``parallel_state`` as a context-parallel rank sees it that is alone."""
+
+    def __init__(self, mpu: Any) -> None:
+        self._mpu = mpu
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "get_context_parallel_world_size":
+            return lambda: 1
+        return getattr(self._mpu, name)

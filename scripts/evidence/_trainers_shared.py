@@ -1,5 +1,8 @@
 """A step of another trainer by its own code, with and without sharing: run by torchrun, on the CPU.
 
+``_trainers_shared.py TRAINER KIND FILE``: the ranks are stages of a pipeline (``pp``), or
+context-parallel ranks (``cp``), for which FILE has what one rank wrote there.
+
 The trainer's checkout and what it imports are on PYTHONPATH. Groups of answers to a prompt run
 twice: each alone by Megatron's stock attention, and together by ``megatron_wlb``. Its own batches,
 losses and schedules are called both times. Each rank prints how far gradients, log-probabilities
@@ -12,7 +15,6 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,8 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_wlb.runtime.trainer.given_model import SharedSamples  # noqa: E402
+from megatron_wlb.planning.balance import trees  # noqa: E402
+from megatron_wlb.runtime.trainer import given_model  # noqa: E402
 
 VOCAB_SIZE, ANSWERS, LONGEST = 64, 4, 40
 PROMPTS = (100, 77, 90)
@@ -39,18 +42,29 @@ Step = Callable[[], tuple[dict[str, float], list[torch.Tensor]]]
 """Runs a step: what it says of losses, and log-probabilities of responses on the last stage."""
 
 
-def built(pp_size: int) -> GPTModel:
+class NoAttention(torch.nn.Module):
+    """Where TransformerEngine's would be, as Megatron's own knows no context parallelism."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
+def built(pp_size: int, cp_size: int) -> GPTModel:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if cp_size > 1:
+        spec.submodules.self_attention.submodules.core_attention = NoAttention
     core = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2,
         normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
         activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
         pipeline_model_parallel_size=pp_size, pipeline_dtype=torch.float32,
+        context_parallel_size=cp_size,
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
     )  # fmt: skip
     return GPTModel(
         config=core,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        transformer_layer_spec=spec,
         vocab_size=VOCAB_SIZE, max_sequence_length=512,
         pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False, position_embedding_type="rope",
@@ -122,7 +136,8 @@ def verl(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
     class Engine(theirs.MegatronEngineWithLMHead):  # type: ignore[misc]
         def __init__(self, *, packed: bool) -> None:
             self.engine_config = SimpleNamespace(
-                context_parallel_size=1, dynamic_context_parallel=False, use_fused_kernels=False,
+                context_parallel_size=gpt.config.context_parallel_size,
+                dynamic_context_parallel=False, use_fused_kernels=False,
                 pad_bshd_to_minibatch_max=False, use_remove_padding=packed, pad_to_length=False,
                 entropy_from_logits_with_chunking=False,
                 router_replay=SimpleNamespace(mode="disabled"),
@@ -166,7 +181,7 @@ def verl(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
 
 def slime(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
     from megatron.training.global_vars import set_args
-    from slime.backends.megatron_utils import data, loss
+    from slime.backends.megatron_utils import cp_utils, data, loss
     from slime.backends.megatron_utils import model as theirs
 
     from megatron_wlb.adapters.slime import build_dp_schedule
@@ -193,11 +208,17 @@ def slime(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
         rollout_top_p=1.0,
     )  # fmt: skip
     set_args(args)
+
+    def own_part(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What slime has of responses on this context-parallel rank."""
+        known = zip(rows, total, lengths, strict=True)
+        return [cp_utils.slice_log_prob_with_cp(*each) for each in known]
+
     rollout = {
         "tokens": samples, "total_lengths": total, "response_lengths": lengths,
         "loss_masks": [torch.ones(length) for length in lengths],
-        "log_probs": [0.1 * row - 4.1 for row in noise(lengths, 5)],
-        "advantages": noise(lengths, 6),
+        "log_probs": own_part([0.1 * row - 4.1 for row in noise(lengths, 5)]),
+        "advantages": own_part(noise(lengths, 6)),
         "rollout_mask_sums": [torch.tensor(float(length)) for length in lengths],
     }  # fmt: skip
     gpt.zero_grad_buffer = lambda: None
@@ -214,7 +235,11 @@ def slime(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
         said, _ = theirs.train_one_step(
             args, 0, 0, batches, [gpt], optimizer, schedule, [number][0], len(samples)
         )
-        return {k: float(v) for k, v in said.items()}, known.get("own_log_probs", [])
+        log_probs = []
+        if known:  # on the last stage
+            own = zip(known["own_log_probs"], total, lengths, strict=True)
+            log_probs = [cp_utils.all_gather_with_cp(*each).detach() for each in own]
+        return {k: float(v) for k, v in said.items()}, log_probs
 
     def together() -> Any:
         _, (parts,), _, _ = build_dp_schedule(
@@ -323,12 +348,16 @@ def nemo_rl(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
 
 
 def main() -> None:
+    trainer, kind, file = sys.argv[1:]
     torch.distributed.init_process_group("gloo")
-    pp_size = torch.distributed.get_world_size()
-    mpu.initialize_model_parallel(pipeline_model_parallel_size=pp_size)
+    world = torch.distributed.get_world_size()
+    pp_size, cp_size = (world, 1) if kind == "pp" else (1, world)
+    mpu.initialize_model_parallel(
+        pipeline_model_parallel_size=pp_size, context_parallel_size=cp_size
+    )
     torch.manual_seed(mpu.get_pipeline_model_parallel_rank())
     tensor_parallel.model_parallel_cuda_manual_seed(3)
-    gpt = built(pp_size)
+    gpt = built(pp_size, cp_size)
     rows: list[int] = []
 
     def gradients(step: Step) -> tuple[dict[str, torch.Tensor], Any, Any]:
@@ -336,9 +365,12 @@ def main() -> None:
         rows.clear()
         said, log_probs = step()
         found = {name: p.grad for name, p in gpt.named_parameters() if p.grad is not None}
+        for gradient in found.values() if cp_size > 1 else ():
+            torch.distributed.all_reduce(gradient)
+            gradient /= 1 if trainer == "nemo_rl" else cp_size  # as its gradients are reduced
         return found, said, log_probs
 
-    alone, together, teach = globals()[sys.argv[1]](gpt)
+    alone, together, teach = globals()[trainer](gpt)
     forward: Callable[..., torch.Tensor] = gpt.forward
 
     def stock(*_: Any, **given: Any) -> torch.Tensor:
@@ -347,8 +379,14 @@ def main() -> None:
         return forward(**given | {"attention_mask": None, "packed_seq_params": None})
 
     gpt.forward = stock
-    wanted, said, log_probs = gradients(alone)
-    report: dict[str, Any] = {"tokens": sum(rows)}
+    if cp_size > 1:
+        wanted, said, log_probs, num_tokens = torch.load(file, weights_only=False)
+    else:
+        wanted, said, log_probs = gradients(alone)
+        num_tokens = sum(rows)
+        if world == 1:
+            torch.save((wanted, said, log_probs, num_tokens), file)
+    report: dict[str, Any] = {"tokens": num_tokens}
 
     def counted(**given: Any) -> torch.Tensor:
         rows.append(given["packed_seq_params"].num_tokens)
@@ -356,14 +394,14 @@ def main() -> None:
 
     gpt.forward = counted
     teach()
-    of = SharedSamples.of
+    part_of = trees.part_of
 
-    def apart(*given: Any) -> SharedSamples:
-        found = of(*given)
-        return replace(found, params=replace(found.params, shared=None))
+    def apart(*given: Any) -> Any:
+        spans, sharing = part_of(*given)
+        return spans, sharing._replace(above=((),) * len(spans))
 
-    for name, make in ("together", of), ("control", apart):
-        with mock.patch.object(SharedSamples, "of", make):
+    for name, parts in ("together", part_of), ("control", apart):
+        with mock.patch.object(given_model, "part_of", parts):
             got, own_said, own_log_probs = gradients(together)
         pairs = list(zip(own_log_probs, log_probs, strict=True))
         report[name] = {

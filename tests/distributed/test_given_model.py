@@ -1,8 +1,8 @@
 """A model that another trainer built gives samples that begin alike what each gives alone.
 
 Stock Megatron builds the model and runs its schedule. Each sample alone runs by stock attention
-under a causal mask, in the same layout; what is taught runs them together. Log-probabilities and
-every gradient are the same.
+under a causal mask, in the same layout but on one context-parallel rank; what is taught runs them
+together. Log-probabilities and every gradient are the same.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ LAYOUTS = {
     "alone": "",
     "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
+    "cp2": "--context-parallel-size 2",
+    "cp2_tp2_sp": "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
 }
 Ids = npt.NDArray[np.int64]
 
@@ -46,7 +48,7 @@ def samples() -> list[list[Ids]]:
 
 
 def gradients_and_log_probs(
-    flags: str, together: bool, break_it: bool = False, changed: Any = ()
+    flags: str, together: bool, break_it: bool = False, changed: Any = (), summed: bool = False
 ) -> tuple[dict[str, Any], list[Any]]:
     """Of each parameter of this rank; and on the last stage of each sample."""
     import torch
@@ -61,10 +63,16 @@ def gradients_and_log_probs(
     from megatron_wlb.runtime.trainer import distributed
     from megatron_wlb.runtime.trainer.given_model import SharedSamples, share
 
+    class NoAttention(torch.nn.Module):
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+
     config = parse([*MODEL.split(), *flags.split()])
     distributed.initialize_groups(config)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(mpu.get_pipeline_model_parallel_rank())
     p = config.parallel
+    cp_size = p.context_parallel_size
     settings: dict[str, Any] = dict(
         num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2,
         normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
@@ -72,6 +80,7 @@ def gradients_and_log_probs(
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
         tensor_model_parallel_size=p.tensor_model_parallel_size, pipeline_dtype=torch.float32,
         pipeline_model_parallel_size=p.pipeline_model_parallel_size,
+        context_parallel_size=cp_size,
         sequence_parallel=p.sequence_parallel, variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall", cuda_graph_modules=[],
     )  # fmt: skip
@@ -79,6 +88,8 @@ def gradients_and_log_probs(
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     # Megatron's own refuses sequence parallelism.
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
+    if cp_size > 1:  # where Megatron's own would be TransformerEngine's; it is not called
+        spec.submodules.self_attention.submodules.core_attention = NoAttention
     num_layers = 4 // p.pipeline_model_parallel_size
     block = TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TorchNorm)
     gpt = GPTModel(
@@ -122,7 +133,8 @@ def gradients_and_log_probs(
             params = replace(params, shared=None)
 
         def loss(logits: Any) -> tuple[Any, dict[str, Any]]:
-            every = known.of_samples(log_probs(logits, known.targets)).split(known.lengths)
+            own = log_probs(logits, known.targets)
+            every = known.of_samples(own, summed=summed).split(known.lengths)
             return sum(weighed(own[:-1]) for own in every), {}
 
         tokens = known.of_rows(torch.cat(batch))
@@ -138,18 +150,17 @@ def gradients_and_log_probs(
         if getattr(parameter, "sequence_parallel", False):  # as Megatron's finalize_model_grads
             group = mpu.get_tensor_model_parallel_group()
             torch.distributed.all_reduce(parameter.grad, group=group)
-    scale = len(batches)  # by which Megatron divides
+        if cp_size > 1:
+            torch.distributed.all_reduce(parameter.grad, group=mpu.get_context_parallel_group())
+    # Megatron divides by the one, and multiplies by the other.
+    scale = len(batches) / cp_size / (cp_size if summed else 1)
     return {n: p.grad.numpy() * scale for n, p in gpt.named_parameters()}, found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: str) -> None:
-    flags = LAYOUTS[layout]
-    world_size = 2 if flags else 1
-    alone = gloo.run(world_size, gradients_and_log_probs, flags, False)
-    together = gloo.run(world_size, gradients_and_log_probs, flags, True)
+def assert_alike(wanted_ranks: list[Any], ranks: list[Any]) -> int:
+    """So many samples' log-probabilities were compared."""
     number = 0
-    for (wanted, wanted_probs), (got, got_probs) in zip(alone, together, strict=True):
+    for (wanted, wanted_probs), (got, got_probs) in zip(wanted_ranks, ranks, strict=True):
         assert wanted.keys() == got.keys() and wanted
         for name, gradient in wanted.items():
             scale = np.abs(gradient).max()
@@ -157,7 +168,23 @@ def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: str) ->
         for one, other in zip(wanted_probs, got_probs, strict=True):
             np.testing.assert_allclose(other, one, atol=2e-6)
         number += len(wanted_probs)
-    assert number >= 11
+    return number
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: str) -> None:
+    flags = LAYOUTS[layout]
+    world_size = 2 ** flags.count(" 2")
+    own_flags = flags.removeprefix("--context-parallel-size 2").strip()
+    cp_size = 1 if own_flags == flags else 2
+    alone = gloo.run(world_size // cp_size, gradients_and_log_probs, own_flags, False)
+    alone *= cp_size  # tensor-parallel ranks are neighbours
+    together = gloo.run(world_size, gradients_and_log_probs, flags, True)
+    assert assert_alike(alone, together) >= 11
+    if cp_size > 1:  # where ranks have losses of their own the sum counts
+        run = world_size, gradients_and_log_probs, flags, True, False, (), True
+        assert_alike(alone, gloo.run(*run))
+        return
     # Without what they share they are other samples.
     broken = gloo.run(world_size, gradients_and_log_probs, flags, True, True)
     assert any(

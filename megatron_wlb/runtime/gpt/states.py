@@ -98,7 +98,8 @@ class Branches:
         """On the host. ``above`` is :attr:`.Sharing.above` of the first documents."""
         ends = [0, *accumulate(lengths)]
         up = {start: runs[-1].stop for start, runs in zip(ends, above, strict=False) if runs}
-        edges = sorted({*ends, *up.values()})
+        first = {*ends}
+        edges = sorted(first | {*up.values()})
         numbers = {stop: number for number, stop in enumerate(edges[1:])}
         pieces: list[ScannedPiece] = []
         before: list[list[int]] = []
@@ -106,12 +107,14 @@ class Branches:
         places: list[tuple[int, int]] = []  # of each piece: its level, and its place in that
         for number, (start, stop) in enumerate(pairwise(edges)):
             parent = None
-            if start in up or start not in ends:
+            if start in up or start not in first:
                 parent = numbers[up.get(start, start)]
             pieces.append(ScannedPiece(start, stop, parent))
             path, depth = [ends[-1]] * MOST_TAPS, 0
             if parent is not None:
-                path = [*before[parent], *range(*pieces[parent][:2])][-MOST_TAPS:]
+                above_from, above_to, _ = pieces[parent]
+                own = range(max(above_from, above_to - MOST_TAPS), above_to)
+                path = [*before[parent], *own][-MOST_TAPS:]
                 depth = places[parent][0] + 1
             before.append(path)
             levels += [[]] * (depth == len(levels))
@@ -154,7 +157,7 @@ class ScannedDocuments:
     """
 
     rows: ScannedRows
-    """Those of each, padding last."""
+    """What it has of each, padding last."""
     numbers: torch.Tensor
     """``[T]`` int32: each token's document."""
     order: torch.Tensor | None = None

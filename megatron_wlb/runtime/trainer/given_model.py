@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.plan.sharding import Sharding, length_multiple, rank_layout
 from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
 from megatron_wlb.runtime.gpt.attention.document_attention import (
     DocumentAttention,
@@ -34,27 +35,32 @@ from megatron_wlb.runtime.ranks.transfer import mapped, to_device
 from megatron_wlb.runtime.stepping.batch import local_params
 from megatron_wlb.settings.config import WlbConfig
 
-FP8_ROWS = 16
-"""What TransformerEngine's FP8 wants rows to be a multiple of."""
+FP8_ROWS = 128
+"""What TransformerEngine's FP8 wants a rank's rows to be a multiple of, at most."""
+SHARDING = Sharding("per-document")
+"""How context-parallel ranks share a micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedSamples:
     """The samples of a micro-batch, where what they begin alike with runs once.
 
-    Legend: ``T`` the rows that run, padding too.
+    Legend: ``T`` the rows that run, padding too; each context-parallel rank has ``T/CP`` of them.
     """
 
     tokens: torch.Tensor
-    """``[1, T]`` int64: token ids."""
+    """``[1, T/CP]`` int64: token ids."""
     targets: torch.Tensor
-    """``[1, T]`` int64: what each row predicts; 0 where that is nothing."""
+    """``[1, T/CP]`` int64: what each row predicts; 0 where that is nothing."""
     params: PlanSeqParams
     """What the model takes as ``packed_seq_params``."""
     lengths: list[int]
     """Tokens of each sample."""
     rows: torch.Tensor
-    """``[Σ lengths]`` int64: the row of each token of each sample, one sample behind another."""
+    """``[Σ lengths]`` int64: the row of each token of each sample, one sample behind another; in
+    the order of context-parallel ranks."""
+    group: torch.distributed.ProcessGroup | None = None
+    """The context-parallel ranks; None if there is one."""
 
     @classmethod
     def of(cls, samples: Sequence[torch.Tensor], core: TransformerConfig) -> SharedSamples:
@@ -65,9 +71,9 @@ class SharedSamples:
         paths = SharedPrefixes.found(ids).paths(range(len(ids)), lengths, ahead=0)
         num_rows = sum(path.document.length for path in paths)
         spans, sharing = part_of(paths, 0, num_rows)
-        # With sequence parallelism each rank has as many.
-        multiple = core.tensor_model_parallel_size * (FP8_ROWS if core.fp8 else 1)
-        padding = -num_rows % multiple
+        tp_size, cp_size = core.tensor_model_parallel_size, core.context_parallel_size
+        least = FP8_ROWS if core.fp8 else 1
+        padding = -num_rows % length_multiple(tp_size, cp_size, core.sequence_parallel, least)
         tokens, targets = np.zeros((2, num_rows + padding), dtype=np.int64)
         rows: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(ids)
         for path in paths:
@@ -78,11 +84,22 @@ class SharedSamples:
             targets[own[:-1]] = ids[number][1:]
         places = zip(sharing.places(spans), spans, strict=True)
         positions = [np.arange(place, place + span.length) for place, span in places]
-        _, params = local_params(
-            [*(span.length for span in spans), *([padding] if padding else [])],
+        segments = [*(span.length for span in spans), *([padding] if padding else [])]
+        group = mpu.get_context_parallel_group() if cp_size > 1 else None
+        order = np.arange(num_rows + padding)
+        if group is not None:
+            shards = [
+                rank_layout(segments, cp_size, rank, SHARDING, None, sharing.above).tokens
+                for rank in range(cp_size)
+            ]
+            order = np.concatenate(shards)
+        local, params = local_params(
+            segments,
             np.concatenate([*positions, np.arange(padding)]),
             "cpu",
-            sharding=Sharding(),
+            cp_rank=group.rank() if group else 0,
+            cp_size=cp_size,
+            sharding=SHARDING,
             reach_tokens=model_reach(core),
             above=sharing.above,
         )
@@ -91,38 +108,69 @@ class SharedSamples:
             return to_device(torch.from_numpy(array), str(device))
 
         return cls(
-            moved(tokens)[None],
-            moved(targets)[None],
+            moved(tokens[local])[None],
+            moved(targets[local])[None],
             mapped(params, lambda tensor: to_device(tensor, str(device))),
             lengths,
-            moved(np.concatenate(rows)),
+            moved(np.argsort(order)[np.concatenate(rows)]),
+            group,
         )
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """``[1, T]`` int64: each row's position in its sample."""
+        """``[1, T/CP]`` int64: each row's position in its sample."""
         assert self.params.positions is not None
         return self.params.positions[None]
 
-    def of_samples(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[1, T, …] -> [Σ lengths, …]``: what each token of each sample has. Gradients of what is
-        shared are summed.
+    def of_samples(self, rows: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
+        """``[1, T/CP, …] -> [Σ lengths, …]``: what each token of each sample has. Gradients of what
+        is shared are summed.
+
+        All context-parallel ranks get all. A rank's own rows get the gradients of its own loss; or
+        if ``summed`` of the sum of all ranks' losses.
         """
+        if self.group is not None:
+            gather: Any = _OfAllRanks.apply
+            rows = gather(rows, self.group, summed)
         return rows.index_select(1, self.rows)[0]
 
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """``[Σ lengths, …] -> [1, T, …]``: what rows have; 0 in padding.
+        """``[Σ lengths, …] -> [1, T/CP, …]``: what rows have; 0 in padding.
 
         Raises :class:`CompatibilityError` where samples have unlike values on rows that they share.
         """
-        found = values.new_zeros(self.tokens.shape[1], *values.shape[1:])
+        num_own = self.tokens.shape[1]
+        num_rows, rank = num_own, 0
+        if self.group is not None:
+            num_rows, rank = num_own * self.group.size(), self.group.rank()
+        found = values.new_zeros(num_rows, *values.shape[1:])
         found[self.rows] = values
         if not torch.equal(found[self.rows], values):
             raise CompatibilityError(
                 "samples that share a beginning have unlike values of its tokens, such as "
                 "temperatures; give them the same, or do not share prefixes"
             )
-        return found[None]
+        return found[None, rank * num_own : (rank + 1) * num_own]
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """``[1, T/CP, …] -> [1, T, …]``, rank by rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: torch.distributed.ProcessGroup, summed: bool
+    ) -> torch.Tensor:
+        ctx.group, ctx.summed = group, summed
+        parts = [torch.empty_like(rows) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.summed:
+            grad = grad.clone()
+            torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()], None, None
 
 
 def share(chunks: Sequence[torch.nn.Module]) -> TransformerConfig:
@@ -177,8 +225,6 @@ def _check(gpt: Any, core: TransformerConfig) -> None:
     """Raises :class:`CompatibilityError` for what a row cannot do for several samples."""
     replays = ("enable_routing_replay", "moe_enable_routing_replay")
     reasons = {
-        f"context_parallel_size {core.context_parallel_size}": core.context_parallel_size > 1
-        and "no adapter divides shared rows over ranks yet; SampleTrainer does",
         "dropout": (core.attention_dropout or core.hidden_dropout)
         and "one draw would serve all samples",
         "multi-token prediction": core.mtp_num_layers and "its labels go by rows of one sample",
