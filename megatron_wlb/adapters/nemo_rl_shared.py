@@ -230,6 +230,16 @@ def _log_probs(
     return torch.stack(found)
 
 
+def _forward(theirs: Callable[..., Any], **given: Any) -> Any:
+    """NeMo-RL's call of the model, which gives logits."""
+    if given.get("use_fused_linear_logprobs"):
+        raise CompatibilityError(
+            "samples cannot share prefixes in NeMo-RL with use_fused_linear_logprobs, whose labels "
+            f"follow each other row by row; {LEFT_OUT}"
+        )
+    return theirs(**given)
+
+
 def _top_k(*_: Any, **__: Any) -> Any:
     raise CompatibilityError(
         f"samples cannot share prefixes in NeMo-RL where a teacher's top-k logits are taken; "
@@ -242,5 +252,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "SequencePackingFusionLossWrapper": _loss,
     "from_parallel_logits_to_logprobs_packed_sequences": _log_probs,
     "distributed_vocab_topk": _top_k,
+    "model_forward": _forward,
 }
 """What NeMo-RL's forward step calls, and what stands in for it."""
