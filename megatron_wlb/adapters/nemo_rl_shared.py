@@ -46,7 +46,8 @@ def share_prefixes() -> PatchSet:
 
     def get_model(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
         chunks = theirs(*given, **named)
-        core[:] = [share(chunks)]
+        if not core:  # the policy is first; a later one generates, or gives a reference's weights
+            core.append(share(chunks))
         return chunks
 
     patches.wrap(f"{FOLDER}.setup", "get_model", get_model)
@@ -57,15 +58,16 @@ def share_prefixes() -> PatchSet:
 
 
 def pack_shared(*, pp_size: int = 1, cost: Cost | str = REFERENCE_COST) -> PatchSet:
-    """Lets NeMo-RL pack samples that begin alike together, by what runs of them.
+    """Lets NeMo-RL's policies pack samples that begin alike together, by what runs of them.
 
-    ``pp_size`` are stages of the pipeline that runs them; ``cost`` is as :func:`.plan_batch` has
-    it. The result can :meth:`~.PatchSet.restore` what it replaces.
+    Not where NeMo-RL packs by lengths alone, as over its data plane. ``pp_size`` are stages of the
+    pipeline that runs them; ``cost`` is as :func:`.plan_batch` has it. The result can
+    :meth:`~.PatchSet.restore` what it replaces.
 
     Raises :class:`CompatibilityError` where NeMo-RL has no function of these names.
     """
-    module = "nemo_rl.distributed.batched_data_dict"
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.policy.lm_policy import Policy
 
     theirs = BatchedDataDict.shard_by_batch_size
 
@@ -86,14 +88,29 @@ def pack_shared(*, pp_size: int = 1, cost: Cost | str = REFERENCE_COST) -> Patch
             return [part for parts in zip(*ranks, strict=True) for part in parts]
 
         packers = PatchSet()
-        packers.replace(module, "get_packer", lambda **_: SimpleNamespace(pack=pack))
+        packer = SimpleNamespace(pack=pack)
+        packers.replace("nemo_rl.distributed.batched_data_dict", "get_packer", lambda **_: packer)
         try:
             return theirs(self, shards, *given, **named)
         finally:
             packers.restore()
 
+    def of_policies(shard: Callable[..., Any]) -> Callable[..., Any]:
+        """A policy's own batches alone: critics and generation have the same function."""
+
+        def sharded(self: Any, *given: Any, **named: Any) -> Any:
+            packed = PatchSet()
+            packed.replace(BatchedDataDict, "shard_by_batch_size", shard_by_batch_size)
+            try:
+                return shard(self, *given, **named)
+            finally:
+                packed.restore()
+
+        return sharded
+
     patches = PatchSet()
-    patches.replace(BatchedDataDict, "shard_by_batch_size", shard_by_batch_size)
+    for name in "_shard_for_logprob", "_shard_for_train":
+        patches.replace(Policy, name, of_policies(getattr(Policy, name)))
     return patches
 
 
@@ -138,11 +155,12 @@ def _processed(
 
 def _loss(theirs: Callable[..., Any], **given: Any) -> Any:
     """NeMo-RL's loss of all samples of a micro-batch at once, of their log-probabilities."""
-    from nemo_rl.algorithms.loss import SequencePackingFusionLossWrapper
+    from nemo_rl.algorithms import loss
 
     prepare = given.pop("prepare_fn")
     options: dict[str, Any] = getattr(prepare, "keywords", {})
-    if not getattr(getattr(prepare, "func", None), "__name__", "").startswith("prepare_"):
+    known = loss.prepare_loss_input, loss.prepare_packed_loss_input
+    if getattr(prepare, "func", None) not in known:
         raise CompatibilityError(
             f"samples cannot share prefixes in NeMo-RL with a prepare_fn of one's own; {LEFT_OUT}"
         )
@@ -151,7 +169,7 @@ def _loss(theirs: Callable[..., Any], **given: Any) -> Any:
         sampling_params=options.get("sampling_params"),
         chunk_size=options.get("chunk_size"),
     )
-    return SequencePackingFusionLossWrapper(prepare_fn=prepared, **given)
+    return loss.SequencePackingFusionLossWrapper(prepare_fn=prepared, **given)
 
 
 def _prepared(
@@ -170,10 +188,11 @@ def _prepared(
     from nemo_rl.algorithms.loss.interfaces import LossInputType
     from nemo_rl.distributed.model_utils import from_parallel_logits_to_logprobs_packed_sequences
 
-    if loss_fn.input_type != LossInputType.LOGPROB or "student_logits" in data:
+    pairs = type(loss_fn).__name__ == "DPOLossFn"  # which lie one behind another
+    if loss_fn.input_type != LossInputType.LOGPROB or "student_logits" in data or pairs:
         raise CompatibilityError(
             "samples cannot share prefixes in NeMo-RL with a loss of logits, such as those of "
-            f"teachers and drafts; {LEFT_OUT}"
+            f"teachers and drafts, or of pairs; {LEFT_OUT}"
         )
     vocabulary = logits.shape[-1]
     log_probs = _log_probs(

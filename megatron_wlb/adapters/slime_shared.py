@@ -11,6 +11,7 @@ is planned by :func:`megatron_wlb.adapters.slime.build_dp_schedule` and is given
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -78,12 +79,25 @@ def share_prefixes(args: Any) -> PatchSet:
 
     patches.wrap(f"{FOLDER}.model", "get_model", get_model)
     patches.wrap(f"{FOLDER}.model", "get_batch", get_batch)
-    patches.wrap(f"{FOLDER}.loss", "get_log_probs_and_entropy", _of_responses)
-    patches.wrap(f"{FOLDER}.loss", "get_values", _of_responses)
-    if f"{FOLDER}.actor" in sys.modules:  # which has them by name
-        patches.wrap(f"{FOLDER}.actor", "get_log_probs_and_entropy", _of_responses)
-        patches.wrap(f"{FOLDER}.actor", "get_values", _of_responses)
+    hooks = dict.fromkeys(("get_log_probs_and_entropy", "get_values"), _of_responses)
+    hooks["get_responses"] = _refused
+    loss = importlib.import_module(f"{FOLDER}.loss")
+    for name, hook in hooks.items():
+        original = getattr(loss, name, None)
+        for module, known in sorted(sys.modules.items()):  # some have it by name
+            own = module.startswith("slime.") and getattr(known, name, None) is original
+            if known is loss or (own and original is not None):
+                patches.wrap(known, name, hook)
     return patches
+
+
+def _refused(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    if isinstance(named.get("unconcat_tokens"), SampleTokens):
+        raise CompatibilityError(
+            "samples cannot share prefixes where slime reads logits of each response, such as to "
+            "serve a teacher's; leave out --custom-megatron-init-path"
+        )
+    return theirs(*given, **named)
 
 
 def _of_responses(
@@ -93,8 +107,6 @@ def _of_responses(
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    top_p_token_ids: Any = None,
-    top_p_token_offsets: Any = None,
     **named: Any,
 ) -> Any:
     """What slime's function of ``logits`` gives for each token of each response.
@@ -104,17 +116,17 @@ def _of_responses(
     """
     import torch
 
-    known = unconcat_tokens.known if isinstance(unconcat_tokens, SampleTokens) else None
-    if known is None:
-        raise CompatibilityError(
-            "slime called for log-probabilities of a micro-batch that sharing did not make; this "
-            "slime is not one that megatron-wlb knows"
-        )
-    if top_p_token_ids is not None or top_p_token_offsets is not None:
+    if not isinstance(unconcat_tokens, SampleTokens):  # which slime's own get_batch made
+        return theirs(
+            logits, unconcat_tokens=unconcat_tokens, total_lengths=total_lengths,
+            response_lengths=response_lengths, **named,
+        )  # fmt: skip
+    if named.get("top_p_token_ids") is not None:
         raise CompatibilityError(
             "samples cannot share prefixes where slime replays top-p sampling; leave out "
             "--custom-megatron-init-path, or the replay"
         )
+    known = unconcat_tokens.known
     num_rows = known.tokens.shape[1]
     loss = sys.modules[f"{FOLDER}.loss"]
     alone = PatchSet()

@@ -122,12 +122,21 @@ def shared_ranks(
     ranks = [[list(m.samples) for m in rank if m.samples] for rank in plan.micro_batches]
     group = micro_batch_group(layout)
     number = -(-max(map(len, ranks)) // group) * group
-    fewest = min(sum(map(len, rank)) for rank in ranks)
-    if fewest < number:
+    if len(tokens) < number * layout.dp_size:
         raise ConfigError(
-            f"a data-parallel rank has {fewest} samples for {number} micro-batches; give a step "
-            f"more samples than its {len(tokens)}"
+            f"{len(tokens)} samples are too few for {number} micro-batches with a sample each on "
+            f"each of {layout.dp_size} data-parallel ranks; give a step more samples"
         )
+    num_samples = [sum(map(len, rank)) for rank in ranks]
+    while min(num_samples) < number:  # a prompt is on one rank, as long as there are enough
+        poor, rich = (num_samples.index(of(num_samples)) for of in (min, max))
+        part = max(ranks[rich], key=len)
+        few = number - num_samples[poor], num_samples[rich] - number, max(1, len(part) // 2)
+        moved, part[:] = part[: min(few)], part[min(few) :]
+        ranks[rich] = [own for own in ranks[rich] if own]
+        ranks[poor].append(moved)
+        num_samples[poor] += len(moved)
+        num_samples[rich] -= len(moved)
     return [halved(rank, number) for rank in ranks]
 
 

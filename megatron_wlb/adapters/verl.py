@@ -35,7 +35,7 @@ from megatron_wlb.adapters.trainers import (
 )
 from megatron_wlb.api import plan_batch
 from megatron_wlb.cost import Parallelism
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, WLBError
 
 FLOPS_OF_WORK = 1e5
 """What a unit of verl's workload is in FLOPs, about; only ratios matter."""
@@ -162,7 +162,10 @@ def micro_batches_of(
         sums = sizes.reshape(-1, group).sum(axis=1)
         groups = len(sums)
         if tokens is not None:
-            (parts,) = shared_ranks(tokens, max_tokens, layout, cost)
+            try:
+                (parts,) = shared_ranks(tokens, max_tokens, layout, cost)
+            except WLBError as error:
+                refused = str(error)
         else:
             parts = fewest_parts(times, sums, max_tokens, groups)
         wanted = len(parts)

@@ -11,8 +11,9 @@ token of each sample. Its micro-batches are planned by what runs: of that one ha
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_wlb.adapters.verl import rearrange_micro_batches
@@ -48,13 +49,19 @@ def install() -> PatchSet:
         check(hf_config)
         return forward
 
-    def micro_batches(_theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def micro_batches(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
         pp_size = core[0].pipeline_model_parallel_size
-        return rearrange_micro_batches(*given, shared=True, pp_size=pp_size, **named)
+        ours = partial(rearrange_micro_batches, shared=True, pp_size=pp_size)
+        packing = PatchSet()  # of this call alone: engines beside do not share
+        packing.replace("verl.workers.engine.utils", "rearrange_micro_batches", ours)
+        try:
+            return theirs(*given, **named)
+        finally:
+            packing.restore()
 
     patches.replace(engine, "_build_megatron_module", _build_megatron_module)
     patches.wrap("verl.models.mcore", "get_mcore_engine_forward_fn", forward_of)
-    patches.wrap("verl.workers.engine.utils", "rearrange_micro_batches", micro_batches)
+    patches.wrap(ENGINE, "prepare_micro_batches", micro_batches)
     return patches
 
 
@@ -97,6 +104,11 @@ def forward(
             )
     gpt = unwrap_model(model)
     known = SharedSamples.of(input_ids.unbind(), gpt.config)
+    args = {  # on all stages, so that all refuse what cannot be shared
+        name: known.targets if name == "label" else known.of_rows(value.values())
+        for name, value in (logits_processor_args or {}).items()
+        if name not in ("loss_mask", "response_attention_mask")
+    }
     out = model(
         input_ids=known.tokens,
         attention_mask=None,
@@ -112,13 +124,8 @@ def forward(
 
     if logits_processor is None:
         return nested(out.squeeze(-1) if value_model else out)
-    assert logits_processor_args is not None
-    args = {
-        name: known.targets if name == "label" else known.of_rows(value.values())
-        for name, value in logits_processor_args.items()
-        if name not in ("loss_mask", "response_attention_mask")
-    }
     return {name: nested(rows) for name, rows in logits_processor(out, **args).items()}
 
 
-install()
+if importlib.util.find_spec("megatron"):  # verl imports it in processes without a model, too
+    install()

@@ -42,8 +42,10 @@ Step = Callable[[], tuple[dict[str, float], list[torch.Tensor]]]
 """Runs a step: what it says of losses, and log-probabilities of responses on the last stage."""
 
 
-class NoAttention(torch.nn.Module):
+class TEDotProductAttention(torch.nn.Module):
     """Where TransformerEngine's would be, as Megatron's own knows no context parallelism."""
+
+    __module__ = "megatron.core.extensions.transformer_engine"
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class NoAttention(torch.nn.Module):
 def built(pp_size: int, cp_size: int) -> GPTModel:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     if cp_size > 1:
-        spec.submodules.self_attention.submodules.core_attention = NoAttention
+        spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
     core = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2,
         normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
@@ -271,6 +273,7 @@ def nemo_rl(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.megatron import data, train
+    from nemo_rl.models.policy.lm_policy import Policy
 
     from megatron_wlb.adapters.nemo_rl_shared import pack_shared, share_prefixes
 
@@ -297,14 +300,17 @@ def nemo_rl(gpt: GPTModel) -> tuple[Step, Step, Callable[[], None]]:
     loss = ClippedPGLossFn(ClippedPGLossConfig())
 
     def step(max_tokens: int) -> tuple[dict[str, float], list[torch.Tensor]]:
-        (shard,), order = batch.shard_by_batch_size(
-            1,
+        policy = SimpleNamespace(
+            data_parallel_size=1,
+            use_dynamic_batches=False,
+            use_sequence_packing=True,
+            cfg={"sequence_packing": {"logprob_mb_tokens": max_tokens}},
             sequence_packing_args={
-                "max_tokens_per_microbatch": max_tokens, "algorithm": "concatenative",
+                "algorithm": "concatenative", "sequence_length_pad_multiple": 1,
                 "input_key": "input_ids", "input_lengths_key": "input_lengths",
-                "sequence_length_pad_multiple": 1,
             },
         )  # fmt: skip
+        (shard,), order = Policy._shard_for_logprob(policy, batch)
 
         def run(post: Any, *, forward_only: bool) -> Any:
             number, _ = shard.get_microbatch_iterator_for_packable_sequences_len()

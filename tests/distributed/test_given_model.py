@@ -63,7 +63,12 @@ def gradients_and_log_probs(
     from megatron_wlb.runtime.trainer import distributed
     from megatron_wlb.runtime.trainer.given_model import SharedSamples, share
 
-    class NoAttention(torch.nn.Module):
+    class TEDotProductAttention(torch.nn.Module):
+        """Where TransformerEngine's would be, as Megatron's own knows no context parallelism."""
+
+        __module__ = "megatron.core.extensions.transformer_engine"
+        __qualname__ = "TEDotProductAttention"
+
         def __init__(self, **_: Any) -> None:
             super().__init__()
 
@@ -84,12 +89,15 @@ def gradients_and_log_probs(
         sequence_parallel=p.sequence_parallel, variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall", cuda_graph_modules=[],
     )  # fmt: skip
-    core = TransformerConfig(**settings | dict(changed))
+    changed = dict(changed)
+    own_core = changed.pop("own core", False)
+    core = TransformerConfig(**settings | changed)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     # Megatron's own refuses sequence parallelism.
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
-    if cp_size > 1:  # where Megatron's own would be TransformerEngine's; it is not called
-        spec.submodules.self_attention.submodules.core_attention = NoAttention
+    if cp_size > 1 or own_core:
+        TEDotProductAttention.__qualname__ = own_core or "TEDotProductAttention"
+        spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
     num_layers = 4 // p.pipeline_model_parallel_size
     block = TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TorchNorm)
     gpt = GPTModel(
@@ -199,6 +207,7 @@ def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: str) ->
     [
         ({"attention_dropout": 0.1}, "cannot share prefixes with dropout: one draw"),
         ({"window_size": (3, 1)}, r"window_size is \(3, 1\)"),
+        ({"own core": "CappedAttention"}, "has the core attention megatron.*CappedAttention"),
     ],
 )
 def test_models_that_cannot_share_are_refused(

@@ -7,6 +7,7 @@ samples. A call of the model with any other ``packed_seq_params`` runs as before
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -205,10 +206,19 @@ def share(chunks: Sequence[torch.nn.Module]) -> TransformerConfig:
                 options=options,
             )
             inner = attention.core_attention
+            _check_core(inner, layer)
             inner.forward = _told(inner.forward, inner, layer)
         if hasattr(gpt, "rotary_pos_emb"):
             gpt.rotary_pos_emb = _Rotary(gpt.rotary_pos_emb)
     return core
+
+
+CORES = (
+    "megatron.core.transformer.dot_product_attention.DotProductAttention",
+    "megatron.core.extensions.transformer_engine.TEDotProductAttention",
+)
+"""Core attentions of Megatron that compute what ours does. Models have others with caps, windows
+and scales of their own."""
 
 
 def _models(chunks: Sequence[torch.nn.Module]) -> list[GPTModel]:
@@ -225,7 +235,7 @@ def _check(gpt: Any, core: TransformerConfig) -> None:
     """Raises :class:`CompatibilityError` for what a row cannot do for several samples."""
     replays = ("enable_routing_replay", "moe_enable_routing_replay")
     reasons = {
-        "dropout": (core.attention_dropout or core.hidden_dropout)
+        "dropout": (core.attention_dropout or core.hidden_dropout or _drops(gpt))
         and "one draw would serve all samples",
         "multi-token prediction": core.mtp_num_layers and "its labels go by rows of one sample",
         "seq_aux_loss": "seq_aux_loss" in core.moe_router_load_balancing_type
@@ -248,6 +258,25 @@ def _check(gpt: Any, core: TransformerConfig) -> None:
                 f"samples cannot share prefixes with {name}: {reason}; set it otherwise, or leave "
                 "prefixes unshared"
             )
+
+
+def _drops(gpt: Any) -> bool:
+    """Whether any module drops, such as those of LoRA."""
+    return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in gpt.modules())
+
+
+def _check_core(inner: torch.nn.Module, layer: DocumentAttention) -> None:
+    """Raises :class:`CompatibilityError` where a core attention computes what ours does not."""
+    kind = f"{type(inner).__module__}.{type(inner).__qualname__}"
+    scale = getattr(inner, "softmax_scale", None)
+    by_layer = layer.config.apply_query_key_layer_scaling  # which changes no result
+    same = scale is None or by_layer or math.isclose(scale, layer.softmax_scale)
+    if kind not in CORES or not same:
+        raise CompatibilityError(
+            f"layer {layer.layer_number} has the core attention {kind} with scale {scale}; samples "
+            f"share prefixes in {' and '.join(CORES)} with scale {layer.softmax_scale:g}; leave "
+            "prefixes unshared"
+        )
 
 
 def _told(

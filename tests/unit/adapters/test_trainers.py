@@ -135,8 +135,31 @@ def test_ranks_whose_samples_share_have_as_many_micro_batches() -> None:
     assert len({len(rank) for rank in ranks}) == 1 and len(ranks[0]) % 3 == 0
     assert sorted(n for rank in ranks for part in rank for n in part) == list(range(14))
     assert all(part for rank in ranks for part in rank)
-    with pytest.raises(ConfigError, match="a data-parallel rank has 1 samples for 3 micro-batches"):
+    with pytest.raises(ConfigError, match="2 samples are too few for 3 micro-batches"):
         shared_ranks(tokens[:2], 800, layout, cost)
+
+
+@pytest.mark.parametrize(("num_ranks", "prompts"), [(4, 1), (4, 3), (8, 2)])
+def test_fewer_prompts_than_ranks_leave_no_rank_without_a_sample(num_ranks, prompts) -> None:
+    tokens = answers([[50, 9, 30, 70, 4, 60, 20, 10]] * prompts, prompt=400)
+    layout = Parallelism(dp_size=num_ranks)
+    ranks = shared_ranks(tokens, 2000, layout, cost_of_flops(1.0, 2.1))
+    assert sorted(n for rank in ranks for part in rank for n in part) == list(range(len(tokens)))
+    assert len(ranks) == num_ranks and len({len(rank) for rank in ranks}) == 1
+    assert all(part and rows_of(tokens, part) <= 2000 for rank in ranks for part in rank)
+
+
+def test_a_rank_whose_samples_cannot_be_planned_refuses_with_the_others() -> None:
+    tokens = [*answers([[50, 9]]), np.empty(0, dtype=np.int64)]
+    told: list[list[int]] = []
+
+    def agreed(own: list[int]) -> list[int]:
+        told.append(own)
+        return own
+
+    with pytest.raises(ConfigError, match="lengths: length number 3 is 0"):
+        micro_batches_of([350, 309, 0], 1000, (1.0, 2.1), tokens=tokens, agreed=agreed)
+    assert [refused for _, _, refused in told] == [1]
 
 
 def test_verl_s_ranks_refuse_together() -> None:
