@@ -1,6 +1,7 @@
 """verl's Megatron engine computes what samples begin alike with once.
 
-Name this module in verl's configuration, and each worker imports it before it builds a model::
+Name this module in verl's configuration, and each worker imports it before it builds a model.
+Processes without Megatron import it, too, and nothing happens there::
 
     actor_rollout_ref.model.external_lib=megatron_wlb.adapters.verl_shared
 
@@ -11,7 +12,7 @@ token of each sample. Its micro-batches are planned by what runs: of that one ha
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -127,5 +128,6 @@ def forward(
     return {name: nested(rows) for name, rows in logits_processor(out, **args).items()}
 
 
-if importlib.util.find_spec("megatron"):  # verl imports it in processes without a model, too
+# verl's configuration is made in processes without a model, too, where there may be no Megatron.
+if importlib.import_module("verl.workers.engine").MegatronEngine is not None:
     install()
