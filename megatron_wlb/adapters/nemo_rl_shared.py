@@ -18,7 +18,7 @@ of each sample. Micro-batches are packed by what runs: of that one has at most `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,11 +27,12 @@ from typing import Any
 from megatron_wlb.adapters.trainers import shared_ranks
 from megatron_wlb.cost import Cost, Parallelism
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.planning.balance.trees import refuse_sharing
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.runtime.compat.patching import PatchSet
 
 FOLDER = "nemo_rl.models.megatron"
-LEFT_OUT = "leave out megatron_wlb.adapters.nemo_rl_shared, or that"
+LEFT_OUT = "set it otherwise, or leave out megatron_wlb.adapters.nemo_rl_shared"
 
 
 def share_prefixes() -> PatchSet:
@@ -87,24 +88,18 @@ def pack_shared(*, pp_size: int = 1, cost: Cost | str = REFERENCE_COST) -> Patch
             ranks = shared_ranks(own, packing["max_tokens_per_microbatch"], layout, cost)
             return [part for parts in zip(*ranks, strict=True) for part in parts]
 
-        packers = PatchSet()
         packer = SimpleNamespace(pack=pack)
-        packers.replace("nemo_rl.distributed.batched_data_dict", "get_packer", lambda **_: packer)
-        try:
+        with PatchSet() as own:
+            own.replace("nemo_rl.distributed.batched_data_dict", "get_packer", lambda **_: packer)
             return theirs(self, shards, *given, **named)
-        finally:
-            packers.restore()
 
     def of_policies(shard: Callable[..., Any]) -> Callable[..., Any]:
         """A policy's own batches alone: critics and generation have the same function."""
 
         def sharded(self: Any, *given: Any, **named: Any) -> Any:
-            packed = PatchSet()
-            packed.replace(BatchedDataDict, "shard_by_batch_size", shard_by_batch_size)
-            try:
+            with PatchSet() as packed:
+                packed.replace(BatchedDataDict, "shard_by_batch_size", shard_by_batch_size)
                 return shard(self, *given, **named)
-            finally:
-                packed.restore()
 
         return sharded
 
@@ -112,6 +107,10 @@ def pack_shared(*, pp_size: int = 1, cost: Cost | str = REFERENCE_COST) -> Patch
     for name in "_shard_for_logprob", "_shard_for_train":
         patches.replace(Policy, name, of_policies(getattr(Policy, name)))
     return patches
+
+
+def _refuse(reasons: Mapping[str, object]) -> None:
+    refuse_sharing(reasons, LEFT_OUT, CompatibilityError, " in NeMo-RL")
 
 
 def _processed(
@@ -133,11 +132,7 @@ def _processed(
         "a mask of multi-token prediction": made.mtp_loss_mask is not None,
         "a model that packs samples itself": made.attention_mask is not None,
     }
-    for name, value in refused.items():
-        if value:
-            raise CompatibilityError(
-                f"samples cannot share prefixes in NeMo-RL with {name}; {LEFT_OUT}"
-            )
+    _refuse(refused)
     lengths = data_dict[named["seq_length_key"]].tolist()
     samples = [row[:n] for row, n in zip(data_dict["input_ids"], lengths, strict=True)]
     known = SharedSamples.of(samples, core[0])
@@ -160,10 +155,7 @@ def _loss(theirs: Callable[..., Any], **given: Any) -> Any:
     prepare = given.pop("prepare_fn")
     options: dict[str, Any] = getattr(prepare, "keywords", {})
     known = loss.prepare_loss_input, loss.prepare_packed_loss_input
-    if getattr(prepare, "func", None) not in known:
-        raise CompatibilityError(
-            f"samples cannot share prefixes in NeMo-RL with a prepare_fn of one's own; {LEFT_OUT}"
-        )
+    _refuse({"a prepare_fn of one's own": getattr(prepare, "func", None) not in known})
     prepared = partial(
         _prepared,
         sampling_params=options.get("sampling_params"),
@@ -188,12 +180,13 @@ def _prepared(
     from nemo_rl.algorithms.loss.interfaces import LossInputType
     from nemo_rl.distributed.model_utils import from_parallel_logits_to_logprobs_packed_sequences
 
-    pairs = type(loss_fn).__name__ == "DPOLossFn"  # which lie one behind another
-    if loss_fn.input_type != LossInputType.LOGPROB or "student_logits" in data or pairs:
-        raise CompatibilityError(
-            "samples cannot share prefixes in NeMo-RL with a loss of logits, such as those of "
-            f"teachers and drafts, or of pairs; {LEFT_OUT}"
-        )
+    _refuse(
+        {
+            "a loss of logits": loss_fn.input_type != LossInputType.LOGPROB,
+            "a draft": "student_logits" in data,
+            "pairs, which lie one behind another": type(loss_fn).__name__ == "DPOLossFn",
+        }
+    )
     vocabulary = logits.shape[-1]
     log_probs = _log_probs(
         from_parallel_logits_to_logprobs_packed_sequences,
@@ -228,10 +221,7 @@ def _log_probs(
     from nemo_rl.algorithms.logits_sampling_utils import need_top_k_or_top_p_filtering
 
     known = cu_seqlens_padded
-    if need_top_k_or_top_p_filtering(sampling_params):
-        raise CompatibilityError(
-            f"samples cannot share prefixes in NeMo-RL with top-k or top-p sampling; {LEFT_OUT}"
-        )
+    _refuse({"top-k or top-p sampling": need_top_k_or_top_p_filtering(sampling_params)})
     num_rows = known.tokens.shape[1]
     rows = theirs(
         vocab_parallel_logits,
@@ -251,19 +241,13 @@ def _log_probs(
 
 def _forward(theirs: Callable[..., Any], **given: Any) -> Any:
     """NeMo-RL's call of the model, which gives logits."""
-    if given.get("use_fused_linear_logprobs"):
-        raise CompatibilityError(
-            "samples cannot share prefixes in NeMo-RL with use_fused_linear_logprobs, whose labels "
-            f"follow each other row by row; {LEFT_OUT}"
-        )
+    fused = given.get("use_fused_linear_logprobs")
+    _refuse({"use_fused_linear_logprobs": fused and "its labels follow each other row by row"})
     return theirs(**given)
 
 
-def _top_k(*_: Any, **__: Any) -> Any:
-    raise CompatibilityError(
-        f"samples cannot share prefixes in NeMo-RL where a teacher's top-k logits are taken; "
-        f"{LEFT_OUT}"
-    )
+def _top_k(*_: Any, **__: Any) -> None:
+    _refuse({"a teacher's top-k logits": True})
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {

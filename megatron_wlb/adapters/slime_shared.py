@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.planning.balance.trees import refuse_sharing
 from megatron_wlb.runtime.compat.patching import PatchSet
 
 if TYPE_CHECKING:
@@ -47,12 +48,7 @@ def share_prefixes(args: Any) -> PatchSet:
         "--use-rollout-routing-replay": "use_rollout_routing_replay",
         "--allgather-cp": "allgather_cp",
     }
-    for flag, name in refused.items():
-        if getattr(args, name, False):
-            raise CompatibilityError(
-                f"samples cannot share prefixes in slime with {flag}; leave it out, or "
-                "--custom-megatron-init-path"
-            )
+    _refuse({flag: getattr(args, name, False) for flag, name in refused.items()})
     patches = PatchSet()
     core: list[Any] = []
 
@@ -67,10 +63,7 @@ def share_prefixes(args: Any) -> PatchSet:
         from megatron_wlb.runtime.trainer.given_model import SharedSamples
 
         batch = theirs(*given, **named)
-        if batch.get("multimodal_train_inputs") is not None:
-            raise CompatibilityError(
-                "samples with pictures cannot share prefixes; leave out --custom-megatron-init-path"
-            )
+        _refuse({"pictures": batch.get("multimodal_train_inputs") is not None})
         known = SharedSamples.of(batch["unconcat_tokens"], core[0])
         batch["unconcat_tokens"] = SampleTokens(batch["unconcat_tokens"], known)
         batch["tokens"], batch["packed_seq_params"] = known.tokens, known.params
@@ -91,12 +84,14 @@ def share_prefixes(args: Any) -> PatchSet:
     return patches
 
 
+def _refuse(reasons: Mapping[str, object]) -> None:
+    remedy = "leave it out, or --custom-megatron-init-path"
+    refuse_sharing(reasons, remedy, CompatibilityError, " in slime")
+
+
 def _refused(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    if isinstance(named.get("unconcat_tokens"), SampleTokens):
-        raise CompatibilityError(
-            "samples cannot share prefixes where slime reads logits of each response, such as to "
-            "serve a teacher's; leave out --custom-megatron-init-path"
-        )
+    shared = isinstance(named.get("unconcat_tokens"), SampleTokens)
+    _refuse({"logits of each response, such as to serve a teacher's": shared})
     return theirs(*given, **named)
 
 
@@ -121,17 +116,12 @@ def _of_responses(
             logits, unconcat_tokens=unconcat_tokens, total_lengths=total_lengths,
             response_lengths=response_lengths, **named,
         )  # fmt: skip
-    if named.get("top_p_token_ids") is not None:
-        raise CompatibilityError(
-            "samples cannot share prefixes where slime replays top-p sampling; leave out "
-            "--custom-megatron-init-path, or the replay"
-        )
+    _refuse({"a replay of top-p sampling": named.get("top_p_token_ids") is not None})
     known = unconcat_tokens.known
     num_rows = known.tokens.shape[1]
     loss = sys.modules[f"{FOLDER}.loss"]
-    alone = PatchSet()
-    alone.replace(loss, "mpu", _OneRank(loss.mpu))
-    try:
+    with PatchSet() as alone:
+        alone.replace(loss, "mpu", _OneRank(loss.mpu))
         nothing, found = theirs(
             logits,
             unconcat_tokens=[torch.cat([known.targets[0, :1], known.targets[0]])],
@@ -139,8 +129,6 @@ def _of_responses(
             response_lengths=[num_rows],
             **named,
         )
-    finally:
-        alone.restore()
 
     def by_sample(rows: torch.Tensor) -> list[torch.Tensor]:
         every = torch.split(known.of_samples(rows[None], summed=True), known.lengths)

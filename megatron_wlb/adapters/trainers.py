@@ -137,19 +137,8 @@ def shared_ranks(
         ranks[poor].append(moved)
         num_samples[poor] += len(moved)
         num_samples[rich] -= len(moved)
-    return [halved(rank, number) for rank in ranks]
-
-
-def halved(parts: Parts, number: int) -> Parts:
-    """``number`` parts of fewer: those of the most samples are cut in halves, whose samples lie
-    together still. There are at least as many samples.
-    """
-    parts = [[*part] for part in parts]
-    while len(parts) < number:
-        at = max(range(len(parts)), key=lambda n: len(parts[n]))
-        half = len(parts[at]) // 2
-        parts[at : at + 1] = [parts[at][:half], parts[at][half:]]
-    return parts
+    alike = np.ones(len(tokens), dtype=np.int64)
+    return [halved(alike, rank, number, in_order=True) for rank in ranks]
 
 
 def times_of(cost: DocumentCost, sizes: Numbers, max_tokens: int) -> Numbers:
@@ -173,7 +162,7 @@ def as_many_parts(
     """``number`` parts of like time, where the fewest are ``parts``; samples ascend in each."""
     if number > len(parts):
         found = _placed(times, sizes, max_tokens, number, limit)
-        parts = found or _split(times, parts, number)
+        parts = found or halved(times, parts, number)
     _swap(times, sizes, max_tokens, parts, moves=limit >= len(times))
     return sorted(sorted(part) for part in parts)
 
@@ -226,12 +215,18 @@ def _placed(
     return parts
 
 
-def _split(times: Numbers, parts: Parts, number: int) -> Parts:
-    """Halves the heaviest parts of several samples until there are ``number``."""
+def halved(times: Numbers, parts: Parts, number: int, *, in_order: bool = False) -> Parts:
+    """Halves the heaviest parts of several samples until there are ``number``: by time, or
+    ``in_order``, so that samples lie together still.
+    """
     parts = [[*part] for part in parts]
     while len(parts) < number:
         several = [at for at, part in enumerate(parts) if len(part) > 1]
-        part = parts.pop(max(several, key=lambda at: (int(times[parts[at]].sum()), -at)))
+        at = max(several, key=lambda at: (int(times[parts[at]].sum()), -at))
+        part = parts.pop(at)
+        if in_order:
+            parts[at:at] = [part[: len(part) // 2], part[len(part) // 2 :]]
+            continue
         part.sort(key=lambda sample: (-int(times[sample]), sample))
         half: Parts = [[], []]
         for sample in part:

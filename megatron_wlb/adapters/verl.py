@@ -184,7 +184,7 @@ def micro_batches_of(
             f"num_batches_divided_by {multiple}; give each rank more samples"
         )
     if tokens is not None:
-        return halved(parts, number)
+        return halved(np.ones_like(sizes), parts, number, in_order=True)
     parts = as_many_parts(times, sums, max_tokens, parts, number, groups)
     ordered = small_ends(times, parts) if balance else parts
     return [[group * n + at for n in part for at in range(group)] for part in ordered]

@@ -19,8 +19,10 @@ from typing import Any
 
 from megatron_wlb.adapters.verl import rearrange_micro_batches
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.planning.balance.trees import refuse_sharing
 from megatron_wlb.runtime.compat.patching import PatchSet
 
+LEFT_OUT = "set it otherwise, or leave out megatron_wlb.adapters.verl_shared"
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
@@ -37,11 +39,8 @@ def install() -> PatchSet:
     core: list[Any] = []
 
     def _build_megatron_module(self: Any) -> Any:
-        if self.engine_config.use_fused_kernels:
-            raise CompatibilityError(
-                "verl's fused kernels call the model by a function of their own, which cannot "
-                "share prefixes; set actor_rollout_ref.model.use_fused_kernels=False"
-            )
+        fused = self.engine_config.use_fused_kernels
+        refuse_sharing({"use_fused_kernels": fused}, LEFT_OUT, CompatibilityError, " in verl")
         chunks = theirs(self)
         core[:] = [share(chunks)]
         return chunks
@@ -53,12 +52,9 @@ def install() -> PatchSet:
     def micro_batches(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
         pp_size = core[0].pipeline_model_parallel_size
         ours = partial(rearrange_micro_batches, shared=True, pp_size=pp_size)
-        packing = PatchSet()  # of this call alone: engines beside do not share
-        packing.replace("verl.workers.engine.utils", "rearrange_micro_batches", ours)
-        try:
+        with PatchSet() as packing:  # of this call alone: engines beside do not share
+            packing.replace("verl.workers.engine.utils", "rearrange_micro_batches", ours)
             return theirs(*given, **named)
-        finally:
-            packing.restore()
 
     patches.replace(engine, "_build_megatron_module", _build_megatron_module)
     patches.wrap("verl.models.mcore", "get_mcore_engine_forward_fn", forward_of)
@@ -92,17 +88,13 @@ def forward(
 
     of_teachers = getattr(logits_processor, "keywords", {}).get("distillation_use_topk", False)
     refused = {
-        "pictures": vision_model or multi_modal_inputs,
+        "pictures": vision_model or bool(multi_modal_inputs),
         "use_remove_padding=False": data_format != "thd",
         "distillation of top-k logits": of_teachers,
-        **{name: value for name, value in more.items() if name != "cp_layout"},
+        # The layout over context-parallel ranks is that of kernels which are not called.
+        **{name: bool(value) for name, value in more.items() if name != "cp_layout"},
     }
-    for name, value in refused.items():
-        if value:
-            raise CompatibilityError(
-                f"samples cannot share prefixes in verl with {name}; set it otherwise, or leave "
-                "out megatron_wlb.adapters.verl_shared"
-            )
+    refuse_sharing(refused, LEFT_OUT, CompatibilityError, " in verl")
     gpt = unwrap_model(model)
     known = SharedSamples.of(input_ids.unbind(), gpt.config)
     args = {  # on all stages, so that all refuse what cannot be shared

@@ -166,7 +166,7 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
 
     lines: list[str] = []
     with mock.patch.object(build, "least_bytes", least_bytes):
-        options = build.attention_options(config.wlb, core)
+        options = build.attention_options(config, core)
     chunk = torch.nn.Module()
     if torch.distributed.get_rank() == 0:
         chunk.layer = DocumentAttention(core, 1, AttnMaskType.causal, "self", options=options)

@@ -33,7 +33,13 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Sharing, Span, TreePart, Units
 from megatron_wlb.planning.balance.assign import running_order
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
-from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, branch_at, part_of
+from megatron_wlb.planning.balance.trees import (
+    Path,
+    SharedPrefixes,
+    branch_at,
+    part_of,
+    refuse_sharing,
+)
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.slicing.pipeline import Pipeline
@@ -388,9 +394,4 @@ def check_shared(config: Config) -> None:
         and any(m.moe_aux_loss_coeff)
         and "it counts the tokens of each sample",
     }
-    for flag, reason in reasons.items():
-        if reason:
-            raise ConfigError(
-                f"samples cannot share prefixes with {flag}: {reason}; leave shared out, or the "
-                "flag"
-            )
+    refuse_sharing(reasons, "leave shared out, or the flag", ConfigError)

@@ -11,7 +11,7 @@ one in each sample, so it runs in each: a row predicts only what all that share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan import Document, RowRun, SharedUse, Sharing, Span
 from megatron_wlb.reading import shown
 
@@ -220,6 +220,16 @@ def part_of(paths: Sequence[Path], start: int, stop: int) -> tuple[list[Span], S
                 uses.append(SharedUse(document, shared, place + low - rows.start))
             place += rows.stop - rows.start
     return spans, Sharing(tuple(above), tuple(uses))
+
+
+def refuse_sharing(
+    reasons: Mapping[str, object], remedy: str, error: type[WLBError], where: str = ""
+) -> None:
+    """Raises ``error`` for the first name whose value is true: the reason, or True."""
+    for name, reason in reasons.items():
+        if reason:
+            why = f": {reason}" if isinstance(reason, str) else ""
+            raise error(f"samples cannot share prefixes{where} with {name}{why}; {remedy}")
 
 
 def branch_at(common: int, ahead: int = 0) -> int:

@@ -18,7 +18,7 @@ class PatchSet:
     """Replaces attributes and restores them all, newest first.
 
     A second replacement of the same name is an error: two features that both want a name would
-    silently undo each other.
+    silently undo each other. In a ``with`` statement it restores all at the end.
     """
 
     _saved: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -48,6 +48,12 @@ class PatchSet:
         original = getattr(_module(owner), name, _MISSING)
         self.replace(owner, name, functools.partial(hook, original))
         functools.update_wrapper(getattr(_module(owner), name), original)  # type: ignore[arg-type]
+
+    def __enter__(self) -> PatchSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def __bool__(self) -> bool:
         """Whether anything is replaced."""

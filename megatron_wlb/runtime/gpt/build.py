@@ -65,7 +65,7 @@ from megatron_wlb.runtime.gpt.hybrid import (
 from megatron_wlb.runtime.gpt.moe import route_by_document
 from megatron_wlb.runtime.gpt.prediction import complete_layers
 from megatron_wlb.runtime.ranks.transfer import of_all_ranks
-from megatron_wlb.settings.config import Config, WlbConfig
+from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.megatron import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -354,17 +354,15 @@ def require_layers(config: Config, model: Model) -> None:
 
 
 def attention_options(
-    wlb: WlbConfig,
+    config: Config,
     core: TransformerConfig,
     choose: Callable[[str, Demand], ChosenKernel] = choose_kernel,
-    seed: int = 0,
 ) -> AttentionOptions:
     """Chooses the kernel for the device at hand, and how it overlaps with communication.
 
-    ``choose`` calls :func:`choose_kernel`, in which all ranks agree, or knows what it gave. Random
-    numbers of dropout start at ``seed``. Raises :class:`CompatibilityError` for a kernel that
-    cannot run or a setting that attention cannot honour, :class:`ConfigError` for head groups that
-    do not divide the key/value heads.
+    ``choose`` calls :func:`choose_kernel`, in which all ranks agree, or knows what it gave. Raises
+    :class:`CompatibilityError` for a kernel that cannot run or a setting that attention cannot
+    honour, :class:`ConfigError` for head groups that do not divide the key/value heads.
     """
     check_config(core)
     # What TransformerEngine may choose from is said in the environment: as it will be in training.
@@ -384,7 +382,7 @@ def attention_options(
         model_reach(core),
         core.v_head_dim if latent else None,
     )
-    num_head_groups = 1 if latent else wlb.wlb_cp_overlap_groups
+    num_head_groups = 1 if latent else config.wlb.wlb_cp_overlap_groups
     if num_head_groups is None:
         num_head_groups = default_head_groups(num_groups) if device.type == "cuda" else 1
     if num_groups % num_head_groups:
@@ -392,12 +390,13 @@ def attention_options(
             f"--wlb-cp-overlap-groups is {num_head_groups}, which does not divide the {num_groups} "
             "key/value heads of a TP rank; use a divisor"
         )
-    name, kernel, dropping = choose(wlb.wlb_attention_kernel, demand)
+    name, kernel, dropping = choose(config.wlb.wlb_attention_kernel, demand)
+    wlb = config.wlb
     return AttentionOptions(
         kernel,
         name,
         dropping,
-        seed,
+        config.training.seed,
         num_head_groups=num_head_groups,
         keep_gathered=wlb.wlb_cp_keep_gathered,
         reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
@@ -430,7 +429,7 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
     if saved in (None, present) or not present or config.wlb.wlb_attention_kernel != "auto":
         return present
     try:
-        options = attention_options(config.wlb, model.config, lambda _, d: choose_kernel(saved, d))
+        options = attention_options(config, model.config, lambda _, d: choose_kernel(saved, d))
     except CompatibilityError as error:
         tell_other_kernel(saved, error)
         return present
@@ -440,12 +439,9 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
 
 
 def use_kernel(model: Model, options: AttentionOptions) -> None:
-    """Lets all layers attend so; a layer keeps what it gathers by its own recomputation, and where
-    its random numbers start.
-    """
+    """Lets all layers attend so; a layer keeps what it gathers by its own recomputation."""
     for layer in _document_layers(model):
-        own = layer.options
-        layer.options = replace(options, keep_gathered=own.keep_gathered, seed=own.seed)
+        layer.options = replace(options, keep_gathered=layer.options.keep_gathered)
 
 
 def tell_other_kernel(saved: str | None, error: CompatibilityError) -> None:
@@ -472,7 +468,7 @@ def build_model(
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     core = transformer_config(config)
-    options = attention_options(config.wlb, core, choose, config.training.seed)
+    options = attention_options(config, core, choose)
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     vpp = core.virtual_pipeline_model_parallel_size or 1
     make = _gpt if config.parallel.hybrid_layer_pattern is None else _hybrid

@@ -182,8 +182,7 @@ class ScannedDocuments:
         """On the host. ``above`` is :attr:`.Sharing.above`."""
         order = back = None
         if cp_size > 1:
-            layouts = (rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size))
-            tokens: npt.NDArray[np.int64] = np.concatenate([own.tokens for own in layouts])
+            tokens = tokens_of_ranks(lengths, cp_size, sharding)
             order, back = torch.from_numpy(np.argsort(tokens)), torch.from_numpy(tokens)
         numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
         branches = Branches.of(lengths, above) if any(above) else None
@@ -198,6 +197,14 @@ class ScannedDocuments:
     def others(self) -> ScannedRows:
         """All but the first."""
         return ScannedRows(self.rows.lengths[1:], self.rows.ends[1:] - self.num_own)
+
+
+def tokens_of_ranks(
+    lengths: Sequence[int], cp_size: int, sharding: Sharding
+) -> npt.NDArray[np.int64]:
+    """``[T]``: a micro-batch's tokens as context-parallel ranks have them, rank by rank."""
+    layouts = (rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size))
+    return np.concatenate([own.tokens for own in layouts])
 
 
 @dataclass(frozen=True)

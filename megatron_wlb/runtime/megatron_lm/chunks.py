@@ -74,7 +74,7 @@ def _packing(
         # a dispatcher of experts that a dense model never has.
         config.variable_seq_lengths = True
         config.batch_p2p_sync = BATCH_P2P_SYNC  # nor is there one for this
-        options = attention_options(settings.wlb, config, choose, settings.training.seed)
+        options = attention_options(settings, config, choose)
         spec, *rest = args or (kwargs.pop(layers),)
         if kwargs.get("mtp_block_spec") is not None:
             kwargs["mtp_block_spec"] = packed_block(kwargs["mtp_block_spec"], options)

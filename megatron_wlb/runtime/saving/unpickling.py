@@ -62,12 +62,9 @@ def install(patches: PatchSet) -> None:
 @contextmanager
 def plain_values() -> Iterator[None]:
     """Nothing else is unpickled by torch's distributed checkpoints inside."""
-    patches = PatchSet()
-    install(patches)
-    try:
+    with PatchSet() as patches:
+        install(patches)
         yield
-    finally:
-        patches.restore()
 
 
 def check_metadata(folder: str | os.PathLike[str], *, sizes: bool = False) -> None:

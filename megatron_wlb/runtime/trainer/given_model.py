@@ -21,9 +21,12 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_wlb.cost.fp8 import row_multiple
+from megatron_wlb.data.sample_corpus import SampleCorpus
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.plan.sharding import Sharding, length_multiple, rank_layout
-from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of
+from megatron_wlb.plan import MicroBatchPlan
+from megatron_wlb.plan.sharding import Sharding, length_multiple
+from megatron_wlb.planning.balance.trees import SharedPrefixes, part_of, refuse_sharing
 from megatron_wlb.runtime.gpt.attention.document_attention import (
     DocumentAttention,
     PlanSeqParams,
@@ -32,12 +35,13 @@ from megatron_wlb.runtime.gpt.attention.document_attention import (
 from megatron_wlb.runtime.gpt.attention.rope import DocumentRotaryEmbedding
 from megatron_wlb.runtime.gpt.build import attention_options
 from megatron_wlb.runtime.gpt.hybrid import attentions_of
-from megatron_wlb.runtime.ranks.transfer import mapped, to_device
-from megatron_wlb.runtime.stepping.batch import local_params
-from megatron_wlb.settings.config import WlbConfig
+from megatron_wlb.runtime.gpt.states import tokens_of_ranks
+from megatron_wlb.runtime.ranks.transfer import to_device
+from megatron_wlb.runtime.stepping.batch import BatchBuilder
+from megatron_wlb.settings.config import Config
 
-FP8_ROWS = 128
-"""What TransformerEngine's FP8 wants a rank's rows to be a multiple of, at most."""
+MOST_IDS = 1 << 31
+"""Token ids are the trainer's matter."""
 SHARDING = Sharding("per-document")
 """How context-parallel ranks share a micro-batch."""
 
@@ -67,55 +71,34 @@ class SharedSamples:
     def of(cls, samples: Sequence[torch.Tensor], core: TransformerConfig) -> SharedSamples:
         """Takes token ids, ``[length]`` of each, and finds what is equal."""
         device = samples[0].device
-        ids = [sample.cpu().numpy() for sample in samples]
-        lengths = [len(own) for own in ids]
-        paths = SharedPrefixes.found(ids).paths(range(len(ids)), lengths, ahead=0)
+        corpus = SampleCorpus.of([sample.cpu().numpy() for sample in samples])
+        lengths: list[int] = corpus.lengths.tolist()
+        paths = SharedPrefixes.found(corpus.stored).paths(range(len(samples)), lengths, ahead=0)
         num_rows = sum(path.document.length for path in paths)
         spans, sharing = part_of(paths, 0, num_rows)
         tp_size, cp_size = core.tensor_model_parallel_size, core.context_parallel_size
-        least = FP8_ROWS if core.fp8 else 1
-        padding = -num_rows % length_multiple(tp_size, cp_size, core.sequence_parallel, least)
-        tokens, targets = np.zeros((2, num_rows + padding), dtype=np.int64)
-        rows: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(ids)
-        for path in paths:
-            number, length = path.document.number, lengths[path.document.number]
-            runs = path.up_to(length)
-            rows[number] = own = np.concatenate([np.arange(*run) for run in runs])
-            tokens[own] = ids[number]
-            targets[own[:-1]] = ids[number][1:]
-        places = zip(sharing.places(spans), spans, strict=True)
-        positions = [np.arange(place, place + span.length) for place, span in places]
-        segments = [*(span.length for span in spans), *([padding] if padding else [])]
+        multiple = length_multiple(tp_size, cp_size, core.sequence_parallel, _fp8_rows(core))
+        num_padded = -(-num_rows // multiple) * multiple
+        plan = MicroBatchPlan(0, tuple(spans), num_padded, 0.0, SHARDING, sharing=sharing)
         group = mpu.get_context_parallel_group() if cp_size > 1 else None
-        order = np.arange(num_rows + padding)
-        if group is not None:
-            shards = [
-                rank_layout(segments, cp_size, rank, SHARDING, None, sharing.above).tokens
-                for rank in range(cp_size)
-            ]
-            order = np.concatenate(shards)
-        local, params = local_params(
-            segments,
-            np.concatenate([*positions, np.arange(padding)]),
-            "cpu",
+        builder = BatchBuilder(
+            [corpus],
+            MOST_IDS,
+            str(device),
             cp_rank=group.rank() if group else 0,
             cp_size=cp_size,
-            sharding=SHARDING,
             reach_tokens=model_reach(core),
-            above=sharing.above,
         )
-
-        def moved(array: npt.NDArray[np.int64]) -> torch.Tensor:
-            return to_device(torch.from_numpy(array), str(device))
-
-        return cls(
-            moved(tokens[local])[None],
-            moved(targets[local])[None],
-            mapped(params, lambda tensor: to_device(tensor, str(device))),
-            lengths,
-            moved(np.argsort(order)[np.concatenate(rows)]),
-            group,
-        )
+        batch = builder.finish(builder.prepare(plan, first=True, last=True))
+        assert batch.tokens is not None and batch.labels is not None  # of a stage that is both
+        place = np.argsort(tokens_of_ranks(plan.lengths, cp_size, SHARDING))
+        rows: dict[int, npt.NDArray[np.int64]] = {}
+        for path in paths:
+            runs = path.up_to(lengths[path.document.number])
+            rows[path.document.number] = np.concatenate([place[slice(*run)] for run in runs])
+        in_order = np.concatenate([rows[number] for number in range(len(samples))])
+        known = batch.tokens, batch.labels, batch.packed_seq_params, lengths
+        return cls(*known, to_device(in_order, device), group)
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -169,7 +152,7 @@ class _OfAllRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.summed:
-            grad = grad.clone()
+            grad = grad.clone(memory_format=torch.contiguous_format)
             torch.distributed.all_reduce(grad, group=ctx.group)
         return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()], None, None
 
@@ -188,14 +171,13 @@ def share(chunks: Sequence[torch.nn.Module]) -> TransformerConfig:
         _check(gpt, core)
         # Stages have each other's rows, of which there is another number each time.
         core.variable_seq_lengths = True
+        options = options or attention_options(Config(), core)
         for attention in attentions_of(gpt):
             if not isinstance(attention, SelfAttention):
                 raise CompatibilityError(
                     f"layer {attention.layer_number} has {type(attention).__name__}, in which "
                     "samples cannot share prefixes in another trainer; leave prefixes unshared"
                 )
-        options = options or attention_options(WlbConfig(), core)
-        for attention in attentions_of(gpt):
             layer = DocumentAttention(
                 core,
                 attention.layer_number,
@@ -252,12 +234,16 @@ def _check(gpt: Any, core: TransformerConfig) -> None:
         not in ("rope", "yarn", "none")
         and "rows are told their positions by rotation alone",
     }
-    for name, reason in reasons.items():
-        if reason:
-            raise CompatibilityError(
-                f"samples cannot share prefixes with {name}: {reason}; set it otherwise, or leave "
-                "prefixes unshared"
-            )
+    remedy = "set it otherwise, or leave prefixes unshared"
+    refuse_sharing(reasons, remedy, CompatibilityError)
+
+
+def _fp8_rows(core: TransformerConfig) -> int:
+    """What FP8 wants a rank's rows to be a multiple of."""
+    if not core.fp8:
+        return 1
+    spread = core.sequence_parallel and core.tensor_model_parallel_size > 1
+    return row_multiple(str(getattr(core.fp8_recipe, "value", core.fp8_recipe)), spread=spread)
 
 
 def _drops(gpt: Any) -> bool:

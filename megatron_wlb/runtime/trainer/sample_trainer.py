@@ -72,7 +72,7 @@ class SampleTrainer:
         run = run_of(config, padded, dp_size, cost=self._cost)
         self._costs = run.planning_costs(config.wlb.wlb_cost == "analytic")
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
-        self._alike, self._shape = run.alike, run.shape
+        self._alike, self._ahead = run.alike, run.shape.num_ahead
         self._memory_model = run.memory
         self.layout = parallelism(config, dp_size)
         self._max_tokens = max_tokens(config, run)
@@ -113,7 +113,7 @@ class SampleTrainer:
         plan = plan_step(
             corpus.lengths.tolist(), self._max_tokens, self._cost, self._costs, self.layout,
             slices=kind_of(self.config.wlb.wlb_packing).slices, groups=groups, targets=targets,
-            memory=self._memory, alike=self._alike, shared=prefixes, ahead=self._shape.num_ahead,
+            memory=self._memory, alike=self._alike, shared=prefixes, ahead=self._ahead,
         )  # fmt: skip
         return SampleBatch(corpus, plan)
 

@@ -97,7 +97,7 @@ class StrategySession(Session):
     def _choose(self, name: str) -> None:
         """Chooses the kernel of all layouts, for whole layers; all ranks call it together."""
         core = _core_config(self.args)
-        options = attention_options(self.config.wlb, core, lambda _, d: choose_kernel(name, d))
+        options = attention_options(self.config, core, lambda _, d: choose_kernel(name, d))
         self._named = options.kernel_name
 
     @cached_property
@@ -222,10 +222,7 @@ class StrategySession(Session):
             return self._named
         for built in self._built.values():
             own = self.run.replica_config(built.scheme)
-            use_kernel(
-                built.model,
-                attention_options(own.wlb, built.model.config, self.kernel_of, own.training.seed),
-            )
+            use_kernel(built.model, attention_options(own, built.model.config, self.kernel_of))
         return self._named
 
     def _planner(self) -> Any:
