@@ -16,6 +16,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,51 +27,20 @@ from megatron_wlb.runtime.emulation import cpu
 
 cpu.install()
 
-from megatron.core import mpu, tensor_parallel  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from helpers.stock_gpt import VOCAB_SIZE, stock_gpt  # noqa: E402
+from megatron.core import mpu  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_wlb.planning.balance import trees  # noqa: E402
 from megatron_wlb.runtime.trainer import given_model  # noqa: E402
 
-VOCAB_SIZE, ANSWERS, LONGEST = 64, 4, 40
+ANSWERS, LONGEST = 4, 40
 PROMPTS = (100, 77, 90)
 MAX_TOKENS = 400
 TEMPERATURE = 0.7
 Step = Callable[[], tuple[dict[str, float], list[torch.Tensor]]]
 """Runs a step: what it says of losses, and log-probabilities of responses on the last stage."""
-
-
-class TEDotProductAttention(torch.nn.Module):
-    """Where TransformerEngine's would be, as Megatron's own knows no context parallelism."""
-
-    __module__ = "megatron.core.extensions.transformer_engine"
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-
-
-def built(pp_size: int, cp_size: int) -> GPTModel:
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    if cp_size > 1:
-        spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-    core = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
-        activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        pipeline_model_parallel_size=pp_size, pipeline_dtype=torch.float32,
-        context_parallel_size=cp_size,
-        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
-    )  # fmt: skip
-    return GPTModel(
-        config=core,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB_SIZE, max_sequence_length=512,
-        pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False, position_embedding_type="rope",
-    )  # fmt: skip
 
 
 def answers() -> tuple[list[torch.Tensor], list[int]]:
@@ -361,9 +331,7 @@ def main() -> None:
     mpu.initialize_model_parallel(
         pipeline_model_parallel_size=pp_size, context_parallel_size=cp_size
     )
-    torch.manual_seed(mpu.get_pipeline_model_parallel_rank())
-    tensor_parallel.model_parallel_cuda_manual_seed(3)
-    gpt = built(pp_size, cp_size)
+    gpt = stock_gpt()
     rows: list[int] = []
 
     def gradients(step: Step) -> tuple[dict[str, torch.Tensor], Any, Any]:

@@ -7,7 +7,9 @@ together. Log-probabilities and every gradient are the same.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +17,16 @@ import pytest
 from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.settings.command_line import parse
+from megatron_wlb.planning.balance.trees import part_of
+from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.megatron import ParallelConfig
 
 VOCAB_SIZE = 64
-MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 512 "
-    "--make-vocab-size-divisible-by 32 --global-batch-size 1 --position-embedding-type rope"
+PP, CP, TP = (
+    {f"{name}_parallel_size": 2} for name in ("pipeline_model", "context", "tensor_model")
 )
-LAYOUTS = {
-    "alone": "",
-    "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "pp2": "--pipeline-model-parallel-size 2",
-    "cp2": "--context-parallel-size 2",
-    "cp2_tp2_sp": "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
-}
+TP_SP = TP | {"sequence_parallel": True}
+LAYOUTS = {"alone": {}, "tp2_sp": TP_SP, "pp2": PP, "cp2": CP, "cp2_tp2_sp": CP | TP_SP}
 Ids = npt.NDArray[np.int64]
 
 
@@ -47,68 +45,40 @@ def samples() -> list[list[Ids]]:
     return [[*tree, more(50)], [more(9), more(120)], [more(20, prompt), more(31, prompt)]]
 
 
-def gradients_and_log_probs(
-    flags: str, together: bool, break_it: bool = False, changed: Any = (), summed: bool = False
-) -> tuple[dict[str, Any], list[Any]]:
-    """Of each parameter of this rank; and on the last stage of each sample."""
-    import torch
-    from megatron.core import mpu, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+def apart(*given: Any) -> Any:
+    """Rows of samples that see nothing of what they share."""
+    spans, sharing = part_of(*given)
+    return spans, sharing._replace(above=((),) * len(spans))
 
-    from megatron_wlb.runtime.compat.norm import TorchNorm
-    from megatron_wlb.runtime.trainer import distributed
+
+def gradients_and_log_probs(
+    layout: dict[str, Any], how: str, changed: Any = ()
+) -> tuple[dict[str, Any], list[Any]]:
+    """Of each parameter of this rank; and on the last stage of each sample.
+
+    Samples run ``alone``, also by a model that is ``taught``, or ``together``: where ranks have
+    parts of the loss, ``summed``, or, which is wrong, ``apart`` from what they share.
+    """
+    import torch
+    from helpers.stock_gpt import stock_gpt
+    from megatron.core import mpu, tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_wlb.runtime.trainer import distributed, given_model
     from megatron_wlb.runtime.trainer.given_model import SharedSamples, share
 
-    class TEDotProductAttention(torch.nn.Module):
-        """Where TransformerEngine's would be, as Megatron's own knows no context parallelism."""
-
-        __module__ = "megatron.core.extensions.transformer_engine"
-        __qualname__ = "TEDotProductAttention"
-
-        def __init__(self, **_: Any) -> None:
-            super().__init__()
-
-    config = parse([*MODEL.split(), *flags.split()])
-    distributed.initialize_groups(config)
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
-    torch.manual_seed(mpu.get_pipeline_model_parallel_rank())
-    p = config.parallel
-    cp_size = p.context_parallel_size
-    settings: dict[str, Any] = dict(
-        num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
-        activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        tensor_model_parallel_size=p.tensor_model_parallel_size, pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=p.pipeline_model_parallel_size,
-        context_parallel_size=cp_size,
-        sequence_parallel=p.sequence_parallel, variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall", cuda_graph_modules=[],
-    )  # fmt: skip
-    changed = dict(changed)
-    own_core = changed.pop("own core", False)
-    core = TransformerConfig(**settings | changed)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    # Megatron's own refuses sequence parallelism.
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
-    if cp_size > 1 or own_core:
-        TEDotProductAttention.__qualname__ = own_core or "TEDotProductAttention"
-        spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-    num_layers = 4 // p.pipeline_model_parallel_size
-    block = TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TorchNorm)
-    gpt = GPTModel(
-        config=core, transformer_layer_spec=block, vocab_size=VOCAB_SIZE, max_sequence_length=512,
-        pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False, position_embedding_type="rope",
-    )  # fmt: skip
-    names = list(gpt.state_dict())
-    if together:
+    distributed.initialize_groups(Config(parallel=ParallelConfig(**layout)))
+    cp_size = mpu.get_context_parallel_world_size()
+    together = how not in ("alone", "taught")
+    known = {"sequence_parallel": "sequence_parallel" in layout, **dict(changed)}
+    gpt = stock_gpt(variable_seq_lengths=not together, **known)
+    core, names = gpt.config, list(gpt.state_dict())
+    if how != "alone":
         share([gpt])
     assert list(gpt.state_dict()) == names
+    if how == "taught":  # and has run shared rows before
+        few = SharedSamples.of([torch.from_numpy(ids) for ids in samples()[0]], core)
+        gpt(few.tokens, None, None, packed_seq_params=few.params)
     found: list[Any] = []
 
     def log_probs(logits: Any, targets: Any) -> Any:
@@ -133,21 +103,20 @@ def gradients_and_log_probs(
 
             positions = torch.arange(len(padded))
             return model(padded[None], positions[None], mask[None, None]), loss
-        known = SharedSamples.of(batch, core)
-        params = known.params
-        if break_it:
-            from dataclasses import replace
-
-            params = replace(params, shared=None)
+        with mock.patch.object(given_model, "part_of", apart if how == "apart" else part_of):
+            known = SharedSamples.of(batch, core)
 
         def loss(logits: Any) -> tuple[Any, dict[str, Any]]:
             own = log_probs(logits, known.targets)
-            every = known.of_samples(own, summed=summed).split(known.lengths)
+            every = known.of_samples(own, summed=how == "summed").split(known.lengths)
             return sum(weighed(own[:-1]) for own in every), {}
 
         tokens = known.of_rows(torch.cat(batch))
         assert torch.equal(tokens, known.tokens)
-        return model(tokens, None, None, packed_seq_params=params), loss
+        if len(known.rows.unique()) < len(known.rows):
+            with pytest.raises(CompatibilityError, match="unlike values of its tokens"):
+                known.of_rows(torch.arange(len(known.rows)))
+        return model(tokens, None, None, packed_seq_params=known.params), loss
 
     batches = samples() if together else [[ids] for batch in samples() for ids in batch]
     get_forward_backward_func()(
@@ -161,7 +130,7 @@ def gradients_and_log_probs(
         if cp_size > 1:
             torch.distributed.all_reduce(parameter.grad, group=mpu.get_context_parallel_group())
     # Megatron divides by the one, and multiplies by the other.
-    scale = len(batches) / cp_size / (cp_size if summed else 1)
+    scale = len(batches) / cp_size / (cp_size if how == "summed" else 1)
     return {n: p.grad.numpy() * scale for n, p in gpt.named_parameters()}, found
 
 
@@ -179,22 +148,18 @@ def assert_alike(wanted_ranks: list[Any], ranks: list[Any]) -> int:
     return number
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: str) -> None:
-    flags = LAYOUTS[layout]
-    world_size = 2 ** flags.count(" 2")
-    own_flags = flags.removeprefix("--context-parallel-size 2").strip()
-    cp_size = 1 if own_flags == flags else 2
-    alone = gloo.run(world_size // cp_size, gradients_and_log_probs, own_flags, False)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: dict[str, Any]) -> None:
+    own = {name: size for name, size in layout.items() if name not in CP}
+    world_size, num_alone = (2 ** list(each.values()).count(2) for each in (layout, own))
+    cp_size = world_size // num_alone
+    alone = gloo.run(num_alone, gradients_and_log_probs, own, "alone")
     alone *= cp_size  # tensor-parallel ranks are neighbours
-    together = gloo.run(world_size, gradients_and_log_probs, flags, True)
-    assert assert_alike(alone, together) >= 11
-    if cp_size > 1:  # where ranks have losses of their own the sum counts
-        run = world_size, gradients_and_log_probs, flags, True, False, (), True
-        assert_alike(alone, gloo.run(*run))
-        return
+    for how in "together", *["summed"] * (cp_size > 1), *["taught"] * (world_size == 1):
+        found = gloo.run(world_size, gradients_and_log_probs, layout, how)
+        assert assert_alike(alone, found) >= 11
     # Without what they share they are other samples.
-    broken = gloo.run(world_size, gradients_and_log_probs, flags, True, True)
+    broken = gloo.run(world_size, gradients_and_log_probs, layout, "apart")
     assert any(
         not np.allclose(one, other, atol=1e-2)
         for (_, own), (_, others) in zip(alone, broken, strict=True)
@@ -207,11 +172,25 @@ def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: str) ->
     [
         ({"attention_dropout": 0.1}, "cannot share prefixes with dropout: one draw"),
         ({"window_size": (3, 1)}, r"window_size is \(3, 1\)"),
-        ({"own core": "CappedAttention"}, "has the core attention megatron.*CappedAttention"),
+        ({"core_attention": "CappedAttention"}, "has the core attention megatron.*CappedAttention"),
+        ({"core_attention": "TEDotProductAttention", "core_scale": 0.5}, "with scale 0.5; samples"),
     ],
 )
 def test_models_that_cannot_share_are_refused(
     gloo: GlooPool, changed: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(CompatibilityError, match=said):
-        gloo.run(1, gradients_and_log_probs, "", True, False, changed)
+        gloo.run(1, gradients_and_log_probs, {}, "together", changed)
+
+
+def test_adapters_that_drop_are_refused_and_fp8_rows_are_its_recipe_s() -> None:
+    import torch
+    from megatron.core.enums import Fp8Recipe
+
+    from megatron_wlb.runtime.trainer.given_model import _drops, _fp8_rows
+
+    assert _drops(torch.nn.Sequential(torch.nn.Dropout(0.1)))
+    assert not _drops(torch.nn.Sequential(torch.nn.Dropout(0.0)))
+    settings = {"fp8_recipe": Fp8Recipe.blockwise, "tensor_model_parallel_size": 2}
+    for fp8, spread, rows in ("", True, 1), ("e4m3", False, 16), ("e4m3", True, 128):
+        assert _fp8_rows(SimpleNamespace(fp8=fp8, sequence_parallel=spread, **settings)) == rows

@@ -131,53 +131,37 @@ def plain_forward_step(batches: Iterator[tuple[Any, ...]], model: Any) -> tuple[
 def train_plain(config: Config, initial: State, reset: bool) -> list[float]:
     """Losses on the last stage; an empty list on the others."""
     import torch
+    from helpers.stock_gpt import stock_gpt
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_wlb.runtime.gpt.build import Model
     from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    m, pp_size = config.model, config.parallel.pipeline_model_parallel_size
-    core = TransformerConfig(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        num_attention_heads=m.num_attention_heads,
+    m = config.model
+    of_gpt = {
+        "share_embeddings_and_output_weights": not m.untie_embeddings_and_output_weights,
+        "position_embedding_type": m.position_embedding_type,
+        "max_sequence_length": WINDOW,
+    }
+    gpt = stock_gpt(
+        of_gpt=of_gpt,
         num_query_groups=m.num_query_groups if m.group_query_attention else None,
         normalization=m.normalization,
         gated_linear_unit=m.swiglu,
         activation_func=torch.nn.functional.silu if m.swiglu else torch.nn.functional.gelu,
         add_bias_linear=not m.disable_bias_linear,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        cuda_graph_modules=[],
-        pipeline_model_parallel_size=pp_size,
-        pipeline_dtype=torch.float32,
         calculate_per_token_loss=True,
+        variable_seq_lengths=False,
     )
-    assert not core.variable_seq_lengths
-    gpt = GPTModel(
-        config=core,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=m.normalization),
-        vocab_size=64,
-        max_sequence_length=WINDOW,
-        pre_process=groups.pp.rank() == 0,
-        post_process=groups.pp.rank() == pp_size - 1,
-        share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
-        position_embedding_type=m.position_embedding_type,
-    )
+    core = gpt.config
     chunk = DistributedDataParallel(core, DistributedDataParallelConfig(), gpt)
     core.finalize_model_grads_func = finalize_model_grads
     load(config, Model(core, groups, [chunk], [gpt]), initial)

@@ -32,6 +32,9 @@ LAYOUTS = [
 ]
 
 
+UNLIKE = [50, 9, 30, 70, 4, 60, 20, 10]
+
+
 def first_fit(lengths: list[int], max_tokens: int, most: int) -> int:
     """Parts that the longest first, each in the first with room, fill."""
     parts: list[list[int]] = []
@@ -128,38 +131,23 @@ def test_answers_to_a_prompt_run_together() -> None:
     assert len(apart) == 32
 
 
-def test_ranks_whose_samples_share_have_as_many_micro_batches() -> None:
-    cost, tokens = cost_of_flops(1.0, 2.1), answers([[50] * 4] * 3 + [[400, 10]])
-    layout = Parallelism(pp_size=2, vpp_size=2, dp_size=2, group_size=3)
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [
+        (Parallelism(pp_size=2, vpp_size=2, dp_size=2, group_size=3), [*[[50] * 4] * 3, [400, 10]]),
+        *((Parallelism(dp_size=number), [UNLIKE] * prompts)  # fewer prompts than ranks
+          for number, prompts in [(4, 1), (4, 3), (8, 2)]),
+    ],
+)  # fmt: skip
+def test_ranks_whose_samples_share_have_as_many_micro_batches(layout, groups) -> None:
+    cost, tokens = cost_of_flops(1.0, 2.1), answers(groups)
     ranks = shared_ranks(tokens, 800, layout, cost)
-    assert len({len(rank) for rank in ranks}) == 1 and len(ranks[0]) % 3 == 0
-    assert sorted(n for rank in ranks for part in rank for n in part) == list(range(14))
-    assert all(part for rank in ranks for part in rank)
-    with pytest.raises(ConfigError, match="2 samples are too few for 3 micro-batches"):
-        shared_ranks(tokens[:2], 800, layout, cost)
-
-
-@pytest.mark.parametrize(("num_ranks", "prompts"), [(4, 1), (4, 3), (8, 2)])
-def test_fewer_prompts_than_ranks_leave_no_rank_without_a_sample(num_ranks, prompts) -> None:
-    tokens = answers([[50, 9, 30, 70, 4, 60, 20, 10]] * prompts, prompt=400)
-    layout = Parallelism(dp_size=num_ranks)
-    ranks = shared_ranks(tokens, 2000, layout, cost_of_flops(1.0, 2.1))
+    assert len(ranks) == layout.dp_size and len({len(rank) for rank in ranks}) == 1
+    assert len(ranks[0]) % (layout.group_size or 1) == 0
     assert sorted(n for rank in ranks for part in rank for n in part) == list(range(len(tokens)))
-    assert len(ranks) == num_ranks and len({len(rank) for rank in ranks}) == 1
-    assert all(part and rows_of(tokens, part) <= 2000 for rank in ranks for part in rank)
-
-
-def test_a_rank_whose_samples_cannot_be_planned_refuses_with_the_others() -> None:
-    tokens = [*answers([[50, 9]]), np.empty(0, dtype=np.int64)]
-    told: list[list[int]] = []
-
-    def agreed(own: list[int]) -> list[int]:
-        told.append(own)
-        return own
-
-    with pytest.raises(ConfigError, match="lengths: length number 3 is 0"):
-        micro_batches_of([350, 309, 0], 1000, (1.0, 2.1), tokens=tokens, agreed=agreed)
-    assert [refused for _, _, refused in told] == [1]
+    assert all(part and rows_of(tokens, part) <= 800 for rank in ranks for part in rank)
+    with pytest.raises(ConfigError, match=r"1 samples are too few for \d micro-batches"):
+        shared_ranks(tokens[:1], 800, layout, cost)
 
 
 def test_verl_s_ranks_refuse_together() -> None:
@@ -179,7 +167,9 @@ def test_verl_s_ranks_refuse_together() -> None:
     ]:
         with pytest.raises(ConfigError, match=said):
             micro_batches_of(lengths, 1000, group=group, **given_options)
-    assert told == [[1, 0, 1], [1, 0, 1], [1, 0, 1], [5, -5, 0]]
+    with pytest.raises(ConfigError, match="lengths: length number 2 is 0"):
+        micro_batches_of([5, 0], 1000, tokens=[np.ones(5), np.ones(0)], **given_options)
+    assert told == [[1, 0, 1], [1, 0, 1], [1, 0, 1], [5, -5, 0], [1, -2, 1]]
     with pytest.raises(ConfigError, match="another data-parallel rank"):
         micro_batches_of([5, 6], 1000, (1.0, 2.1), agreed=lambda own: [*own[:2], 1])
 
