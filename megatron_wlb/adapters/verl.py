@@ -157,7 +157,7 @@ def micro_batches_of(
     groups = wanted = 0
     if not refused:
         cost = cost_of_flops(*(FLOPS_OF_WORK * one for one in work))
-        layout, given = Parallelism(pp_size=pp_size), np.maximum(sizes, 1).tolist()
+        layout = Parallelism(pp_size=pp_size)
         times = times_of(cost, sizes, max_tokens).reshape(-1, group).sum(axis=1)
         sums = sizes.reshape(-1, group).sum(axis=1)
         groups = len(sums)
@@ -166,12 +166,14 @@ def micro_batches_of(
                 (parts,) = shared_ranks(tokens, max_tokens, layout, cost)
             except WLBError as error:
                 refused = str(error)
+            wanted = len(parts)
         else:
             parts = fewest_parts(times, sums, max_tokens, groups)
-        wanted = len(parts)
-        if pp_size > 1 and tokens is None:
-            plan = plan_batch(given, max_tokens=max_tokens, layout=layout, cost=cost)
-            wanted = max(wanted, min(groups // multiple * multiple, len(plan.micro_batches[0])))
+            wanted = len(parts)
+            if pp_size > 1:
+                given = np.maximum(sizes, 1).tolist()
+                plan = plan_batch(given, max_tokens=max_tokens, layout=layout, cost=cost)
+                wanted = max(wanted, min(groups // multiple * multiple, len(plan.micro_batches[0])))
     most, fewest, any_refused = agreed([max(wanted, least), -groups, int(bool(refused))])
     if any_refused:
         raise ConfigError(refused or "another data-parallel rank cannot run its samples; see there")

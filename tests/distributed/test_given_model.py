@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from helpers.gloo import GlooPool
 
@@ -27,16 +26,13 @@ PP, CP, TP = (
 )
 TP_SP = TP | {"sequence_parallel": True}
 LAYOUTS = {"alone": {}, "tp2_sp": TP_SP, "pp2": PP, "cp2": CP, "cp2_tp2_sp": CP | TP_SP}
-Ids = npt.NDArray[np.int64]
 
 
-def samples() -> list[list[Ids]]:
-    """Micro-batches: a tree of three levels, an equal pair, one that is another's beginning, and
-    what shares nothing.
-    """
+def samples() -> list[list[Any]]:
+    """Micro-batches: a tree of three levels with equal ones and beginnings, and unlike samples."""
     random = np.random.RandomState(0)
 
-    def more(length: int, *before: Ids) -> Ids:
+    def more(length: int, *before: Any) -> Any:
         return np.concatenate([*before, random.randint(0, VOCAB_SIZE, length)])
 
     prompt = more(90)
@@ -54,10 +50,9 @@ def apart(*given: Any) -> Any:
 def gradients_and_log_probs(
     layout: dict[str, Any], how: str, changed: Any = ()
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Of each parameter of this rank; and on the last stage of each sample.
-
-    Samples run ``alone``, also by a model that is ``taught``, or ``together``: where ranks have
-    parts of the loss, ``summed``, or, which is wrong, ``apart`` from what they share.
+    """Of each parameter of this rank, and on the last stage of each sample: ``alone``, also by a
+    model that is ``taught``, or ``together``, also with ranks' losses ``summed``; or, which is
+    wrong, ``apart`` from what is shared.
     """
     import torch
     from helpers.stock_gpt import stock_gpt
@@ -160,11 +155,8 @@ def test_samples_together_are_what_each_is_alone(gloo: GlooPool, layout: dict[st
         assert assert_alike(alone, found) >= 11
     # Without what they share they are other samples.
     broken = gloo.run(world_size, gradients_and_log_probs, layout, "apart")
-    assert any(
-        not np.allclose(one, other, atol=1e-2)
-        for (_, own), (_, others) in zip(alone, broken, strict=True)
-        for one, other in zip(own, others, strict=True)
-    )
+    every = [[one for _, own in ranks for one in own] for ranks in (alone, broken)]
+    assert max(np.abs(one - other).max() for one, other in zip(*every, strict=True)) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -183,12 +175,14 @@ def test_models_that_cannot_share_are_refused(
         gloo.run(1, gradients_and_log_probs, {}, "together", changed)
 
 
-def test_adapters_that_drop_are_refused_and_fp8_rows_are_its_recipe_s() -> None:
+def test_other_models_and_adapters_that_drop_are_refused_and_fp8_is_minded() -> None:
     import torch
     from megatron.core.enums import Fp8Recipe
 
-    from megatron_wlb.runtime.trainer.given_model import _drops, _fp8_rows
+    from megatron_wlb.runtime.trainer.given_model import _drops, _fp8_rows, share
 
+    with pytest.raises(CompatibilityError, match="1 model chunks have 0 of Megatron's GPTModel"):
+        share([torch.nn.Linear(1, 1)])
     assert _drops(torch.nn.Sequential(torch.nn.Dropout(0.1)))
     assert not _drops(torch.nn.Sequential(torch.nn.Dropout(0.0)))
     settings = {"fp8_recipe": Fp8Recipe.blockwise, "tensor_model_parallel_size": 2}

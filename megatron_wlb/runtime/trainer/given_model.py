@@ -189,7 +189,7 @@ def share(chunks: Sequence[torch.nn.Module]) -> TransformerConfig:
             )
             inner = attention.core_attention
             _check_core(inner, layer)
-            inner.forward = _told(inner.forward, inner, layer)
+            inner.forward = _told(inner.forward, layer)
         if hasattr(gpt, "rotary_pos_emb"):
             gpt.rotary_pos_emb = _Rotary(gpt.rotary_pos_emb)
     return core
@@ -266,15 +266,14 @@ def _check_core(inner: torch.nn.Module, layer: DocumentAttention) -> None:
 
 
 def _told(
-    inner: Callable[..., torch.Tensor], module: torch.nn.Module, layer: DocumentAttention
+    inner: Callable[..., torch.Tensor], layer: DocumentAttention
 ) -> Callable[..., torch.Tensor]:
     """The forward of a core attention that runs shared rows by ours."""
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         run: Callable[..., torch.Tensor] = inner
         if isinstance(kwargs.get("packed_seq_params"), PlanSeqParams):
-            layer.train(module.training)
-            run = layer
+            run = layer  # which drops nothing, so that it is the same in training
         return run(*args, **kwargs)
 
     return forward

@@ -16,6 +16,7 @@ from megatron_wlb.adapters.trainers import (
     FLOPS_A_US,
     cost_of_flops,
     filled_ranks,
+    halved,
     shared_ranks,
 )
 from megatron_wlb.adapters.verl import get_seqlen_balanced_partitions, micro_batches_of
@@ -123,6 +124,7 @@ def test_answers_to_a_prompt_count_it_once_in_a_micro_batch(groups, least, pp_si
 
 def test_answers_to_a_prompt_run_together() -> None:
     """Else each micro-batch would have the prompt of each again."""
+    assert halved(np.ones(4, int), [[*range(4)]], 2, in_order=True) == [[0, 1], [2, 3]]
     tokens = answers([[20] * 8] * 4, prompt=1000)
     mixed = [tokens[n % 4 * 8 + n // 4] for n in range(32)]
     found = micro_batches_of([1020] * 32, 1200, (1.0, 2.1), tokens=mixed)
@@ -146,6 +148,8 @@ def test_ranks_whose_samples_share_have_as_many_micro_batches(layout, groups) ->
     assert len(ranks[0]) % (layout.group_size or 1) == 0
     assert sorted(n for rank in ranks for part in rank for n in part) == list(range(len(tokens)))
     assert all(part and rows_of(tokens, part) <= 800 for rank in ranks for part in rank)
+    longest = shared_ranks([*tokens, np.arange(5000, 6000)], 800, layout, cost)
+    assert any([len(tokens)] in rank for rank in longest)  # above the cap it is alone
     with pytest.raises(ConfigError, match=r"1 samples are too few for \d micro-batches"):
         shared_ranks(tokens[:1], 800, layout, cost)
 
