@@ -65,6 +65,7 @@ from helpers.within import (
     with_few_slabs,
     with_first_micro_batches_told,
     with_head_start,
+    with_nan_rows,
     with_small_slabs,
     with_some_mlps_recomputed,
     with_some_recomputed,
@@ -209,6 +210,7 @@ CASES = [
     Case(Layout("llama", 1), all_hosted_for, with_few_slabs),
     # Context-parallel ranks divide keys and values of slices.
     Case(SLICED[-1], divided_for),
+    Case(SLICED[-1], sliced_for, with_nan_rows),
     Case(Layout("llama", 2, pp=2, vpp=2, cp=2, extra=FULL), divided_for),
     Case(SLICED[-1], Changed(divided_for, (half_recomputed,))),
     Case(Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS), Changed(merged_for, (divided,))),
@@ -325,17 +327,19 @@ CASES = [
     *each([
         Layout("llama", 1),
         Layout("llama", 1, pp=2, extra=FULL),
-        Layout("gpt2", 1, pp=4),
-        Layout("mixed", 2, pp=2, vpp=2, extra=SELECTIVE),
         Layout("llama", 1, tp="2sp", dp=2, extra=f"{SHARDED} {OVERLAP}"),
-        Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
         Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid", extra=FULL),
         Layout("sliding-skip", 1, cp=2),
         Layout("latent", 1, cp=2, extra=FEW),
         Layout("sliding-list", 1, pp=2),
         Layout("moe-aux", 1, dp=2, ep=2, extra=UNLIMITED),
-        Layout("latent-yarn", 1, extra=FEW),
     ], trees_for, workload=TREES),
+    *each([
+        Layout("latent-yarn", 1, extra=FEW),
+        Layout("gpt2", 1, pp=4),
+        Layout("mixed", 2, pp=2, vpp=2, extra=SELECTIVE),
+        Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+    ], trees_for, with_nan_rows, TREES),
     *(Case(layout, trees_for, workload=workload)
       for layout in (Layout("mixed", 1, pp=2, extra=TWO_AHEAD), Layout("llama", 1, dp=2))
       for workload in (MASKED_TREES, OWN_TREES)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -113,6 +114,31 @@ def with_first_micro_batches_told(runner) -> Iterator[None]:
     assert num_runs == events.count("told") > 1
     assert events.count("forward") > num_runs
     assert [after for before, after in pairwise(events) if before == "run"] == ["told"] * num_runs
+
+
+@contextlib.contextmanager
+def with_nan_rows(_: Any) -> Iterator[None]:
+    """Rows of buffers are NaN until they are written, and once their backward pass has run."""
+    import torch
+
+    from megatron_wlb.runtime.gpt.attention.slice_attention import Buffer, LayerSlice
+
+    made, turned = Buffer.__init__, LayerSlice.turned
+    ended: list[int] = []
+
+    def make(buffer: Buffer, *given: Any) -> None:
+        made(buffer, *given)
+        buffer.pair.fill_(math.nan)
+
+    def turn(run: LayerSlice) -> None:
+        pair = run.slice.store.buffers[run.name].pair
+        run.write(pair, torch.full_like(run.rows(pair), math.nan))
+        ended.append(run.slice.stop - run.slice.start)
+        turned(run)
+
+    with mock.patch.object(Buffer, "__init__", make), mock.patch.object(LayerSlice, "turned", turn):
+        yield
+    assert len(set(ended)) > 1
 
 
 @contextlib.contextmanager
