@@ -152,6 +152,11 @@ class SharedUse(NamedTuple):
     place: int
     """The first one's token in the stored document."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the document's own tokens follow these rows."""
+        return self.place + self.rows.stop - self.rows.start == self.document.offset
+
     def targets_ahead(self, depth: int) -> float:
         """What the labels of the rows count for the document, ``depth`` tokens further on."""
         first, (start, stop) = self.place - self.document.offset, self.rows
@@ -195,6 +200,19 @@ class Sharing(NamedTuple):
         """Tokens before each span that has rows above it, and its own."""
         pairs = zip(self.places(spans), spans, strict=True) if self.above else ()
         return [(before, span.length) for before, span in pairs if before]
+
+    def left(self, spans: Sequence[Span]) -> Mapping[int, int]:
+        """How many documents go on from the rows that ``spans`` run, in later micro-batches of
+        their tree: by how many of these rows stand before each.
+        """
+        if self.tree is None:
+            return {}
+        own = {span.document.number for span in spans}
+        later = (use for use in self.uses if use.document.number not in own)
+        found = Counter(use.rows.stop for use in later if use.is_last)
+        document, _, stop = spans[-1]
+        found[sum(span.length for span in spans)] += stop < document.length
+        return {row: number for row, number in sorted(found.items()) if number}
 
     @property
     def rows_before(self) -> int:

@@ -336,6 +336,11 @@ CASES = [
     ], trees_for, workload=TREES),
     *each([
         Layout("latent-yarn", 1, extra=FEW),
+        Layout("delta", 1, pp=2, extra=FULL),
+        Layout("delta", 1, cp=2, sharding="per-document"),
+        Layout("mamba", 1, cp=2),
+        Layout("mamba", 1, tp="2sp", dp=2, extra=f"{SHARDED} {OVERLAP}"),
+        Layout("mamba", 2, pp=2, vpp=2, extra=SELECTIVE),
         Layout("gpt2", 1, pp=4),
         Layout("mixed", 2, pp=2, vpp=2, extra=SELECTIVE),
         Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),

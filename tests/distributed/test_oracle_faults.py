@@ -17,6 +17,7 @@ from helpers.faults import (
     first_to_last_unguarded,
     forget_to_reduce_norms,
     forget_to_tie,
+    hand_back_last_alone,
     hand_back_nothing,
     hand_on_nothing,
     in_megatrons_order,
@@ -123,6 +124,8 @@ FAULTS: list[tuple[Any, ...]] = [
     (Layout("delta", 3), share_no_states, "loss", shared_for, TREES),
     (Layout("mamba", 3), share_no_states, "loss", shared_for, TREES),
     (Layout("delta", 3), leave_out_states_gradients, "gradient", shared_for, TREES),
+    (Layout("delta", 1), hand_on_nothing, "loss", trees_for, TREES),
+    (Layout("mamba", 1), hand_back_last_alone, "gradient", trees_for, TREES),
     (EP2, megatron_s_own_routers, "router"),
     (Layout("moe-seq", 1, dp=2), count_on_each_replica, "router", merged_for),
     (dataclasses.replace(EXPERTS_PP2, extra=FULL), take_slices_for_documents, "router", sliced_for),
@@ -183,11 +186,6 @@ def test_fault_is_refused(
 def test_trees_in_another_order_are_refused(wrong: Differences) -> None:
     with pytest.raises(PlanError, match=ORDER):
         wrong(SLICED, in_megatrons_order, trees_for, TREES)
-
-
-def test_states_of_trees_over_micro_batches_are_refused(wrong: Differences) -> None:
-    with pytest.raises(PlanError, match="layers of G and M hand states to samples of one"):
-        wrong(Layout("delta", 1), plan_for=trees_for, workload=TREES)
 
 
 def lacking_on_the_last_rank(plan: StepPlan) -> StepPlan:

@@ -362,24 +362,33 @@ def share_no_states(_runner: Any) -> Any:
     from megatron_wlb.runtime.gpt import states
 
     right = states.Branches.of
-    wrong = staticmethod(lambda lengths, above: right(right(lengths, above).rows.lengths, ()))
+    wrong = staticmethod(lambda lengths, *_: right(right(lengths, *_).rows.lengths))
     return mock.patch.object(states.Branches, "of", wrong)
 
 
 def leave_out_states_gradients(_runner: Any) -> Any:
     """No branch gives back the gradient of the state that it began with."""
-    from megatron_wlb.runtime.gpt import delta_net
+    from megatron_wlb.runtime.gpt import states
 
-    right = delta_net._by_levels
+    right = states.LayerScan.each
 
-    def wrong(original: Any, *args: Any) -> Any:
-        def detached(*rows: Any, initial_state: Any, **named: Any) -> Any:
-            initial = initial_state if initial_state is None else initial_state.detach()
-            return original(*rows, initial_state=initial, **named)
+    def wrong(scan: Any, kind: str, anchor: Any, run: Any) -> Any:
+        return right(scan, kind, anchor, lambda level, s: run(level, s if s is None else s.detach()))
 
-        return right(detached, *args)
+    return mock.patch.object(states.LayerScan, "each", wrong)
 
-    return mock.patch.object(delta_net, "_by_levels", wrong)
+
+def hand_back_last_alone(_runner: Any) -> Any:
+    """Of several branches one gives back the gradient of the state that all began with."""
+    from megatron_wlb.runtime.gpt import states
+
+    right = states._Take.backward
+
+    def wrong(ctx: Any, grad: Any) -> Any:
+        ctx.store.state_grads.pop(ctx.name, None)
+        return right(ctx, grad)
+
+    return mock.patch.object(states._Take, "backward", staticmethod(wrong))
 
 
 def scan_over_documents(_runner: Any) -> Any:

@@ -215,7 +215,7 @@ def shared_for(config: Config, workload: Workload, world_size: int, step: int) -
 
 def trees_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
     """Samples that begin alike in trees over several micro-batches, cut anywhere: some to single
-    rows. Each has samples of two roots.
+    rows, and where samples begin. Each has samples of two roots.
     """
     from megatron_wlb.planning import guards
 
@@ -235,6 +235,7 @@ def trees_for(config: Config, workload: Workload, world_size: int, step: int) ->
             num_cuts = min(length - 1, random.randint(5))
             inner = random.choice(range(1, length), num_cuts, replace=False).tolist()
             inner += [1] if num_cuts and not numbers else []
+            inner += [path.first for path in paths[2:5] if num_cuts]
             edges = sorted({0, length, *inner})
             name = documents[paths[0].document.number].number
             for start, stop in pairwise(edges):

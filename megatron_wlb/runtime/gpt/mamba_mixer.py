@@ -2,9 +2,9 @@
 
 The layer is Megatron's own, but for its one kernel, which looks up the micro-batch's documents
 (:mod:`megatron_wlb.runtime.gpt.states`). It takes whole documents in one call. The kernels of
-``mamba_ssm`` take no state beside packed documents and give back the last document's alone. So a
-slice that takes or leaves a state is a call of its own, of the convolution and the scan one by one;
-and so is each piece of documents that share rows.
+``mamba_ssm`` take no state beside packed documents and give back the last document's alone. So each
+piece that begins with a state or leaves one is a call of its own, of the convolution and the scan
+one by one.
 Context parallelism is as in :mod:`megatron_wlb.runtime.gpt.delta_net`.
 
 Legend: ``T`` tokens over all context-parallel ranks, ``n`` those of the slice, ``H`` heads of ``P``
@@ -21,7 +21,7 @@ from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.gpt.states import Branches, ScansDocuments, look_up, present
+from megatron_wlb.runtime.gpt.states import Level, ScansDocuments, look_up, present
 
 
 class DocumentMambaMixer(ScansDocuments, MambaMixer):  # type: ignore[misc]
@@ -46,57 +46,46 @@ def _mixed(
     A: torch.Tensor,
     **named: Any,
 ) -> torch.Tensor:
-    """``[1, T, 2·H·P + 2·groups·N + H] -> [1, T, H·P]``."""
+    """``[1, T, 2·H·P + 2·groups·N + H] -> [1, T, H·P]``; states are the last ``W-1`` rows of the
+    convolution's input, ``[W-1, C]``, and those of the scan, ``[H, P, N]`` in fp32.
+    """
     scan = present()
     known = weight, bias, dt_bias, A
     if scan is None:
         made: torch.Tensor = original(rows, *known, **named)
         return made
-    branches = scan.documents.branches
-    if branches is not None:
-        return _by_pieces(branches, rows, *known, **named)
-    numbers, num_own = scan.documents.numbers[None], 0
-    parts = []
-    if scan.takes or scan.leaves:
-        num_own = scan.documents.num_own
-        own, anchor = rows[:, :num_own], rows
-        taken = scan.taken("convolution", anchor), scan.taken("scan", anchor)
-        made, whole, final = _part(own, *known, *taken, **named)
-        taps = weight.shape[1]
-        made = scan.left("convolution", made, lambda: whole[0, -(taps - 1) :])
-        parts.append(scan.left("scan", made, lambda: final[0].float()))
-    if num_own < rows.shape[1]:
-        others = rows[:, num_own:].contiguous()
-        named["seq_idx"] = numbers[:, num_own:].contiguous()
-        parts.append(original(others, *known, **named))
-    return torch.cat(parts, dim=1)
-
-
-def _by_pieces(
-    branches: Branches, rows: torch.Tensor, weight: torch.Tensor, *known: torch.Tensor, **named: Any
-) -> torch.Tensor:
-    """The same of documents that share rows: each piece begins with the state of its parent."""
+    numbers, branches = scan.documents.numbers[None], scan.documents.branches
+    named["seq_idx"] = numbers
+    if branches is None:
+        made = original(rows, *known, **named)
+        return made
     channels, taps = weight.shape
-    num_heads = len(known[1])
-    inner = rows.shape[-1] - channels - num_heads
-    halos = branches.rows_before(rows[..., inner : inner + channels], taps - 1)
-    states: list[torch.Tensor] = []
-    parts = []
-    for (start, stop, parent), halo in zip(branches.pieces, halos, strict=True):
-        taken = (None, None) if parent is None else (halo, states[parent])
-        part, _, final = _part(rows[:, start:stop], weight, *known, *taken, **named)
-        parts.append(part)
-        states.append(final[0])
-    return torch.cat(parts, dim=1)
+    inner = rows.shape[-1] - channels - len(dt_bias)
+    seen = scan.seen("convolution", rows[..., inner : inner + channels], taps - 1)
+    halos = seen[branches.before[:, 1 - taps :]]
+
+    def run(level: Level, initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        own = level.of(rows).contiguous()
+        if initial is None and not level.is_read:
+            named["seq_idx"] = level.of(numbers).contiguous()
+            return original(own, *known, **named), None
+        begun = [None] * len(level.numbers) if initial is None else initial.split(1)
+        pieces = zip(own.split(level.rows.lengths, 1), level.numbers, begun, strict=True)
+        made = [_piece(rows, *known, halos[at], state, **named) for rows, at, state in pieces]
+        parts, states = zip(*made, strict=True)
+        return torch.cat(parts, dim=1), torch.cat(states)
+
+    out = scan.each("scan", rows, run)
+    return scan.left("convolution", out, [*seen[branches.behind[:, 1 - taps :]]])
 
 
-def _part(
+def _piece(
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
     dt_bias: torch.Tensor,
     A: torch.Tensor,
-    before: torch.Tensor | None,
+    halo: torch.Tensor,
     initial: torch.Tensor | None,
     *,
     D: torch.Tensor,
@@ -107,17 +96,16 @@ def _part(
     seq_idx: Any = None,
     norm_before_gate: bool = False,
     **dtype: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of a part of a document alone; and the rows of its convolution, and its last state.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a piece alone, and its last state, ``[1, H, P, N]``.
 
-    It begins with the last rows ``before`` the convolution, ``[W-1, C]``, and the scan's state,
-    ``[H, P, N]``; None: both are zero.
+    It begins with the last rows before the convolution, ``halo``, and the scan's ``initial`` state;
+    None: zero.
     """
     (channels, taps), num_heads = weight.shape, len(dt_bias)
     head_dim = D.shape[1] if headdim is None else headdim
     inner = num_heads * head_dim
     gate, convolved, dt = torch.split(rows, [inner, channels, num_heads], dim=-1)
-    halo = rows.new_zeros(taps - 1, channels) if before is None else before
     whole = torch.cat([halo[None], convolved], dim=1)
     out = mamba_mixer.causal_conv1d_fn(
         whole.transpose(1, 2), weight, bias, activation=activation
@@ -134,9 +122,9 @@ def _part(
         D=D,
         z=gate.reshape(*gate.shape[:-1], num_heads, head_dim),
         dt_bias=dt_bias,
-        initial_states=None if initial is None else initial[None],
+        initial_states=initial,
         dt_softplus=True,
         return_final_states=True,
         **dtype,
     )
-    return y.flatten(2), whole, final
+    return y.flatten(2), final.float()

@@ -6,20 +6,22 @@ leaves its own. In backward, last slice to first, each leaves the gradient of th
 took, and the slice before begins with that. Both are kept here between passes, so a pass has no
 root but its output, as Megatron's schedules have it.
 
-Documents that share rows (:attr:`.Sharing.above`) begin with the state behind these. Each is
-scanned in pieces, from branch to branch; those whose states are known run in one call
-(:class:`Branches`).
+Documents that share rows (:attr:`.Sharing.above`) begin with the state behind these, which several
+may take; its gradient is the sum of theirs. Each is scanned in pieces, from branch to branch; those
+whose states are known run in one call (:class:`Branches`).
 
-Legend: ``T`` tokens of the micro-batch over all context-parallel ranks, ``N`` its documents, ``P``
-pieces of these.
+Legend: ``T`` tokens of the micro-batch over all context-parallel ranks, ``P`` pieces of its
+documents, ``S`` states that it takes of micro-batches before, ``L`` that it leaves to later ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,7 +32,7 @@ from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import RowRun
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice
+from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 
 Name: TypeAlias = tuple[tuple[int, int], int, str, int]
 """A state's document, layer, kind and the token before which it stands."""
@@ -38,15 +40,6 @@ Name: TypeAlias = tuple[tuple[int, int], int, str, int]
 
 MOST_TAPS = 8
 """The most taps of a convolution, whose first ones see rows above."""
-
-
-class ScannedPiece(NamedTuple):
-    """Rows of one document that are scanned in one go: from branch to branch."""
-
-    start: int
-    stop: int
-    parent: int | None
-    """The piece whose state it begins with; None: it begins with zero."""
 
 
 @dataclass(frozen=True)
@@ -70,84 +63,136 @@ class ScannedRows:
 
 @dataclass(frozen=True)
 class Level:
-    """Pieces that run in one call, as they begin with states of the level before."""
+    """Pieces that run in one call, as they begin with states that are known before."""
 
     rows: ScannedRows
-    index: torch.Tensor
-    """``[n]`` int64: their rows in the micro-batch."""
-    parents: torch.Tensor
-    """``[pieces]`` int64: places of their parents in the level before; not read in the first."""
+    index: slice | torch.Tensor
+    """Their rows in the micro-batch; ``[n]`` int64 where these do not lie together."""
+    numbers: tuple[int, ...]
+    """Of each piece."""
+    parents: torch.Tensor | None
+    """``[pieces]`` int64: places in the level before, or in the first one of those among the states
+    taken, and S where one begins with zero. None: all do."""
+    is_read: bool
+    """Whether another piece begins with the state of any."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[1, T, …] -> [1, n, …]``."""
+        if isinstance(self.index, slice):
+            return tensor[:, self.index]
+        return tensor.index_select(1, self.index)
+
+
+class HandedState(NamedTuple):
+    """The state before a row, which other micro-batches take."""
+
+    row: int
+    """Of the document, or of the tree."""
+    takers: int
+    """Documents that do."""
 
 
 @dataclass(frozen=True)
 class Branches:
-    """How documents that share rows are scanned."""
+    """How documents are scanned that begin with states, or leave some."""
 
-    pieces: tuple[ScannedPiece, ...]
-    """In the order of their rows."""
     rows: ScannedRows
-    """All of them."""
+    """All pieces, in the order of their rows."""
     before: torch.Tensor
-    """``[P, MOST_TAPS]`` int64: the last rows before each on its path; T where there is none."""
+    """``[P, MOST_TAPS]`` int64: the last rows before each on its path, as :meth:`LayerScan.seen`
+    has them."""
     levels: tuple[Level, ...]
-    back: torch.Tensor
-    """``[T]`` int64: where each row is in those of all levels."""
+    """Last those that neither begin with a state nor leave one."""
+    back: torch.Tensor | None
+    """``[T]`` int64: where each row is in those of all levels; None where they are in order."""
+    taken: tuple[HandedState, ...]
+    left: tuple[HandedState, ...]
+    left_by: tuple[int, ...]
+    """``[L]``: the piece behind which each stands."""
+    behind: torch.Tensor
+    """``[L, MOST_TAPS]``: the last rows before each, as ``before``."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], above: Sequence[Sequence[RowRun]]) -> Branches:
-        """On the host. ``above`` is :attr:`.Sharing.above` of the first documents."""
+    def of(
+        cls,
+        lengths: Sequence[int],
+        above: Sequence[Sequence[RowRun]] = (),
+        start: int = 0,
+        left: Mapping[int, int] = MappingProxyType({}),
+    ) -> Branches:
+        """On the host. ``above`` is :attr:`.Sharing.above` of the first documents, whose first row
+        is ``start`` there; ``left`` says how many take the state before a row in later
+        micro-batches, by the micro-batch's rows.
+        """
         ends = [0, *accumulate(lengths)]
-        up = {start: runs[-1].stop for start, runs in zip(ends, above, strict=False) if runs}
+        up = {at: runs[-1].stop - start for at, runs in zip(ends, above, strict=False) if runs}
+        taken = sorted(Counter(row for row in up.values() if row <= 0).items())
+        places_of_taken = {row: place for place, (row, _) in enumerate(taken)}
         first = {*ends}
-        edges = sorted(first | {*up.values()})
-        numbers = {stop: number for number, stop in enumerate(edges[1:])}
-        pieces: list[ScannedPiece] = []
+        edges = sorted(first | {row for row in up.values() if row > 0} | {*left})
+        pieces = [*pairwise(edges)]
+        numbers = {stop: number for number, (_, stop) in enumerate(pieces)}
         before: list[list[int]] = []
-        levels: list[list[int]] = []
-        places: list[tuple[int, int]] = []  # of each piece: its level, and its place in that
-        for number, (start, stop) in enumerate(pairwise(edges)):
-            parent = None
-            if start in up or start not in first:
-                parent = numbers[up.get(start, start)]
-            pieces.append(ScannedPiece(start, stop, parent))
-            path, depth = [ends[-1]] * MOST_TAPS, 0
-            if parent is not None:
-                above_from, above_to, _ = pieces[parent]
-                own = range(max(above_from, above_to - MOST_TAPS), above_to)
-                path = [*before[parent], *own][-MOST_TAPS:]
-                depth = places[parent][0] + 1
+        parents: list[int | None] = []  # of each piece: a piece, or below 0 a state taken
+        depths: list[int] = []
+        for at, _ in pieces:
+            row = up.get(at, at)
+            parent, path, depth = None, [ends[-1]] * MOST_TAPS, 0
+            if at in up and row <= 0:
+                parent = places_of_taken[row] - len(taken)
+                rows_taken = ends[-1] + 1 + MOST_TAPS * places_of_taken[row]
+                path = [*range(rows_taken, rows_taken + MOST_TAPS)]
+            elif at in up or at not in first:
+                parent = numbers[row]
+                path = _path_behind(pieces[parent], before[parent])
+                depth = depths[parent] + 1
+            parents.append(parent)
             before.append(path)
-            levels += [[]] * (depth == len(levels))
-            levels[depth] = [*levels[depth], number]
-            places.append((depth, len(levels[depth]) - 1))
-        made = [
-            Level(
-                ScannedRows.of([pieces[n].stop - pieces[n].start for n in own]),
-                torch.cat([torch.arange(*pieces[n][:2]) for n in own]),
-                torch.tensor([places[pieces[n].parent or 0][1] for n in own]),
-            )
-            for own in levels
-        ]
+            depths.append(depth)
+        left_by = [numbers[row] for row in left]
+        read = {*parents, *left_by}
+        alone = [number for number, parent in enumerate(parents) if parent is None]
+        alone = [number for number in alone if number not in read]
+        levels: list[list[int]] = [[] for _ in range(max(depths) + 1)]
+        for number in sorted({*range(len(pieces))} - {*alone}):
+            levels[depths[number]].append(number)
+        made, last = [], [*range(-len(taken), 0)]
+        for own in filter(len, [*levels, alone]):
+            begun = [parents[number] for number in own]
+            sources = None
+            if any(parent is not None for parent in begun):
+                sources = torch.tensor([len(last) if p is None else last.index(p) for p in begun])
+            index = _rows_of([pieces[number] for number in own])
+            sizes = ScannedRows.of([pieces[n][1] - pieces[n][0] for n in own])
+            made.append(Level(sizes, index, tuple(own), sources, not read.isdisjoint(own)))
+            last = own
+        order = [number for level in made for number in level.numbers]
+        back = None
+        if order != sorted(order):
+            back = torch.argsort(torch.cat([torch.arange(*pieces[number]) for number in order]))
+        behind = [_path_behind(pieces[number], before[number]) for number in left_by]
         return cls(
-            tuple(pieces),
-            ScannedRows.of([piece.stop - piece.start for piece in pieces]),
+            ScannedRows.of([stop - at for at, stop in pieces]),
             torch.tensor(before),
             tuple(made),
-            torch.argsort(torch.cat([level.index for level in made])),
+            back,
+            tuple(HandedState(start + row, number) for row, number in taken),
+            tuple(HandedState(start + row, number) for row, number in left.items()),
+            tuple(left_by),
+            torch.tensor(behind, dtype=torch.int64).reshape(-1, MOST_TAPS),
         )
 
-    def rows_before(self, rows: torch.Tensor, number: int) -> torch.Tensor:
-        """``[1, T, C] -> [P, number, C]``: the last rows before each piece; zeros for no row.
 
-        Raises :class:`PlanError` for more than are known.
-        """
-        if number > MOST_TAPS:
-            raise PlanError(
-                f"a convolution sees {number} rows above, but {MOST_TAPS} are known; plan without "
-                "shared"
-            )
-        padded = torch.nn.functional.pad(rows[0], (0, 0, 0, 1))
-        return padded[self.before[:, MOST_TAPS - number :]]
+def _path_behind(piece: tuple[int, int], before: Sequence[int]) -> list[int]:
+    """The last rows before what begins behind a piece."""
+    start, stop = piece
+    return [*before, *range(max(start, stop - MOST_TAPS), stop)][-MOST_TAPS:]
+
+
+def _rows_of(pieces: Sequence[tuple[int, int]]) -> slice | torch.Tensor:
+    if all(one[1] == following[0] for one, following in pairwise(pieces)):
+        return slice(pieces[0][0], pieces[-1][1])
+    return torch.cat([torch.arange(*piece) for piece in pieces])
 
 
 @dataclass(frozen=True)
@@ -166,9 +211,9 @@ class ScannedDocuments:
     back: torch.Tensor | None = None
     """``[T]`` int64: the way back."""
     cut: KVSlice | None = None
-    """The slice that the first document is, if it is one."""
+    """The slice that the first document is, if it is one; or the part of a tree."""
     branches: Branches | None = None
-    """How they are scanned where they share rows; None where they share none."""
+    """How they are scanned; None where none begins with a state or leaves one: in one call."""
 
     @classmethod
     def of(
@@ -176,27 +221,25 @@ class ScannedDocuments:
         lengths: Sequence[int],
         cp_size: int,
         sharding: Sharding,
-        cut: KVSlice | None,
+        cut: KVSlice | None = None,
         above: Sequence[Sequence[RowRun]] = (),
+        left: Mapping[int, int] = MappingProxyType({}),
     ) -> ScannedDocuments:
-        """On the host. ``above`` is :attr:`.Sharing.above`."""
+        """On the host. ``above`` is :attr:`.Sharing.above`, and ``left`` what
+        :meth:`.Sharing.left` says.
+        """
         order = back = None
         if cp_size > 1:
             tokens = tokens_of_ranks(lengths, cp_size, sharding)
             order, back = torch.from_numpy(np.argsort(tokens)), torch.from_numpy(tokens)
         numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
-        branches = Branches.of(lengths, above) if any(above) else None
+        if cut is not None and not cut.of_tree:  # a tree of one path
+            above = [[RowRun(0, cut.start)]] if cut.start else ()
+            left = {cut.stop - cut.start: 1} if cut.stop < cut.length else {}
+        branches = None
+        if any(above) or left:
+            branches = Branches.of(lengths, above, 0 if cut is None else cut.start, left)
         return cls(ScannedRows.of(lengths), numbers, order, back, cut, branches)
-
-    @property
-    def num_own(self) -> int:
-        """Tokens of the first document."""
-        return self.rows.lengths[0]
-
-    @cached_property
-    def others(self) -> ScannedRows:
-        """All but the first."""
-        return ScannedRows(self.rows.lengths[1:], self.rows.ends[1:] - self.num_own)
 
 
 def tokens_of_ranks(
@@ -214,52 +257,70 @@ class LayerScan:
     documents: ScannedDocuments
     layer: int
 
-    def initial(
-        self, kind: str, anchor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """``[N, *shape]``: the state that each document begins with; None where all are zero.
+    def seen(self, kind: str, rows: torch.Tensor, number: int) -> torch.Tensor:
+        """The rows that convolutions see: ``[1, T, C] -> [n, C]``, these, one of zeros, and those
+        before each state taken.
 
-        ``anchor`` and errors are as in :meth:`taken`.
+        ``kind`` and errors are as in :meth:`taken`. Raises :class:`PlanError`, too, for convolutions
+        that see a larger ``number`` of rows above than are known.
         """
-        own = self.taken(kind, anchor)
-        if own is None:
-            return None
-        others = own.new_zeros(len(self.documents.rows.lengths) - 1, *shape, dtype=dtype)
-        return torch.cat([own[None].to(dtype), others])
+        if number > MOST_TAPS:
+            raise PlanError(
+                f"a convolution sees {number} rows above, but {MOST_TAPS} are known; plan whole "
+                "documents, and without shared"
+            )
+        padding = 0, 0, MOST_TAPS - number, 0
+        above = [torch.nn.functional.pad(own, padding) for own in self.taken(kind, rows)]
+        return torch.cat([rows[0], torch.zeros_like(rows[0, :1]), *above])
 
-    def taken(self, kind: str, anchor: torch.Tensor) -> torch.Tensor | None:
-        """The state that the slice begins with; None where that is zero.
+    def each(
+        self,
+        kind: str,
+        anchor: torch.Tensor,
+        run: Callable[[Level, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]],
+    ) -> torch.Tensor:
+        """Runs levels, one behind another: ``[1, T, …]``, what all make.
 
-        ``anchor`` is an input with a gradient. Raises :class:`PlanError` where the slice before has
-        left none.
+        ``run`` takes one and the states that its pieces begin with, ``[pieces, …]``; None: all are
+        zero. It gives what the level makes, ``[1, n, …]``, and the states behind its pieces, which
+        only a level that is read needs. ``kind`` and errors are as in :meth:`taken`.
         """
-        cut = self.documents.cut
-        if cut is None or not self.takes:
-            return None
+        branches = self.documents.branches
+        assert branches is not None
+        parts, finals = [], dict[int, torch.Tensor]()
+        taken = self.taken(kind, anchor)
+        states = torch.stack([*taken, torch.zeros_like(taken[0])]) if taken else None
+        for level in branches.levels:
+            initial = None
+            if level.parents is not None:
+                assert states is not None
+                initial = states.index_select(0, level.parents)
+            part, states = run(level, initial)
+            parts.append(part)
+            if states is not None:
+                finals.update(zip(level.numbers, states, strict=True))
+        out = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if branches.back is not None:
+            out = out.index_select(1, branches.back)
+        return self.left(kind, out, [finals[number] for number in branches.left_by])
+
+    def taken(self, kind: str, anchor: torch.Tensor) -> list[torch.Tensor]:
+        """The S states that micro-batches before have left.
+
+        ``anchor`` is an input with a gradient. Raises :class:`PlanError` where there is none.
+        """
+        branches, cut = self.documents.branches, self.documents.cut
         take: Any = _Take.apply
-        own: torch.Tensor = take(anchor, cut, self._name(kind, cut.start))
-        return own
+        handed = () if branches is None else branches.taken
+        return [take(anchor, cut, self._name(kind, row), number) for row, number in handed]
 
-    @property
-    def takes(self) -> bool:
-        """Whether this slice takes a state of the one before."""
-        cut = self.documents.cut
-        return cut is not None and cut.start > 0
-
-    @property
-    def leaves(self) -> bool:
-        """Whether the next slice takes this one's state."""
-        cut = self.documents.cut
-        return cut is not None and cut.stop < cut.length
-
-    def left(self, kind: str, out: torch.Tensor, final: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """``out``, once the state behind the slice is kept for the next one, if there is one."""
-        cut = self.documents.cut
-        if cut is None or not self.leaves:
-            return out
+    def left(self, kind: str, out: torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``out``, once the L ``states`` are kept for later micro-batches."""
+        branches, cut = self.documents.branches, self.documents.cut
         give: Any = _Give.apply
-        kept: torch.Tensor = give(out, final(), cut, self._name(kind, cut.stop))
-        return kept
+        for (row, number), state in zip(branches.left if branches else (), states, strict=True):
+            out = give(out, state, cut, self._name(kind, row), number)
+        return out
 
     def _name(self, kind: str, row: int) -> Name:
         assert self.documents.cut is not None
@@ -267,48 +328,64 @@ class LayerScan:
 
 
 class _Take(torch.autograd.Function):
-    """The state that the slice before has left; its gradient goes back there."""
+    """The state that a micro-batch before has left; its gradient goes back there."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, cut: KVSlice, name: Name) -> torch.Tensor:
-        ctx.store, ctx.name = cut.store, name
-        states = cut.store.states
-        if name not in states:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, cut: KVSlice, name: Name, number: int
+    ) -> torch.Tensor:
+        ctx.store, ctx.name, ctx.number = cut.store, name, number
+        if name not in cut.store.states:
             raise PlanError(
                 f"rows {cut.start} to {cut.stop} of document {cut.document} run in layer "
                 f"{name[1]}, where the slice before has left no state; slices run forward first to "
                 "last, and then backward last to first"
             )
-        return states.pop(name) if cut.store.forward_only else states[name].clone()
+        state = cut.store.states[name].clone()
+        if cut.store.forward_only:
+            _took(cut.store, name, number)
+        return state
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        ctx.store.state_grads[ctx.name] = grad.clone()  # of one document, not a view of all
-        del ctx.store.states[ctx.name]
-        return None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
+        grads = ctx.store.state_grads
+        if ctx.name in grads:
+            grads[ctx.name] += grad
+        else:
+            grads[ctx.name] = grad.clone()  # of one document, not a view of all
+        _took(ctx.store, ctx.name, ctx.number)
+        return None, None, None, None
+
+
+def _took(store: SliceStore, name: Name, number: int) -> None:
+    """Drops a state behind the last document that takes it."""
+    store.takers[name] -= number
+    if not store.takers[name]:
+        del store.states[name], store.takers[name]
 
 
 class _Give(torch.autograd.Function):
-    """Leaves a state; in backward takes the gradient that the next slice has left."""
+    """Leaves a state; in backward takes the gradient that later micro-batches have left."""
 
     @staticmethod
     def forward(
-        ctx: Any, out: torch.Tensor, state: torch.Tensor, cut: KVSlice, name: Name
+        ctx: Any, out: torch.Tensor, state: torch.Tensor, cut: KVSlice, name: Name, number: int
     ) -> torch.Tensor:
         ctx.store, ctx.name = cut.store, name
         if name not in cut.store.state_grads:  # else this slice is computed again, behind the next
             cut.store.states[name] = state.detach().clone()  # likewise
+            cut.store.takers[name] = number
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        if ctx.name not in ctx.store.state_grads:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.name not in ctx.store.state_grads or ctx.name in ctx.store.takers:
             document, layer, _, row = ctx.name
             raise PlanError(
                 f"the slice of document {document} before row {row} runs backward in layer "
                 f"{layer}, but the next one has left no gradient; slices run backward last to first"
             )
-        return grad, ctx.store.state_grads.pop(ctx.name), None, None
+        return grad, ctx.store.state_grads.pop(ctx.name), None, None, None
 
 
 _scan: LayerScan | None = None

@@ -362,8 +362,9 @@ class BatchBuilder:
                 routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
             if self.has_states:
-                shard, above = (self.cp_size, plan.sharding), plan.sharing.above
-                scanned = load("states").of(plan.lengths, *shard, params.slice, above)
+                given = plan.lengths, self.cp_size, plan.sharding, params.slice
+                sharing = plan.sharing
+                scanned = load("states").of(*given, sharing.above, sharing.left(plan.spans))
                 params = replace(params, scanned=scanned)
             known = self._latest[plan.index] = (plan, local, mapped(params, self._host.pinned))
         return known[1:]

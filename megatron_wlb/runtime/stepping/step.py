@@ -417,11 +417,6 @@ class StepRunner:
                 f"step {plan.step}: the plan is for {len(plan.micro_batches)} data-parallel ranks, "
                 f"this run has {dp_size}; plan for {dp_size}"
             )
-        if self.batches.has_states and any(m.sharing.tree for m in plan):
-            raise PlanError(
-                f"step {plan.step}: a tree of samples runs in several micro-batches, but layers of "
-                "G and M hand states to samples of one micro-batch alone; plan without slices"
-            )
         for m in plan:
             shards = self._num_shards(m) * (2 if m.replicas else 1)
             if m.padded_length < 1 or m.padded_length % shards:

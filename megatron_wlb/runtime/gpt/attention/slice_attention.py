@@ -72,6 +72,8 @@ class SliceStore:
         """What a layer gathers already of another one's rows."""
         self.states: dict[Any, torch.Tensor] = {}
         """What slices leave to the next ones (:mod:`megatron_wlb.runtime.gpt.states`)."""
+        self.takers: dict[Any, int] = {}
+        """How many documents have yet to take each."""
         self.state_grads: dict[Any, torch.Tensor] = {}
         """And these back to them."""
 
@@ -80,7 +82,7 @@ class SliceStore:
 
         With ``forward_only`` a document is finished once its last slice has run forward.
         """
-        for kept in (self.buffers, self.choices, self.states, self.state_grads):
+        for kept in (self.buffers, self.choices, self.states, self.takers, self.state_grads):
             kept.clear()
         self.ahead = None
         self.forward_only = forward_only
