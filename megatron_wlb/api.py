@@ -38,7 +38,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
-from megatron_wlb.planning.balance.shared_plan import within_reach
+from megatron_wlb.planning.balance.shared_plan import counting_states
 from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.models import load_model, model_names
@@ -205,7 +205,7 @@ def plan_batch(
         run = _run(cost, layout, hardware, max_tokens)
         ahead = run.shape.num_ahead
         if prefixes is not None:
-            prefixes = within_reach(prefixes, run.memory)
+            prefixes = counting_states(prefixes, run.memory)
         if memory_gib is not None:
             memory = replace(run, memory_gib=memory_gib).memory_limit
         cost, costs = run.cost, run.costs

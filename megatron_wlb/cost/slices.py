@@ -54,13 +54,16 @@ NOTHING, MLPS, LAYERS, HOST = Recomputed
 
 
 class Slice(NamedTuple):
-    """Tokens ``[start, stop)`` of a document of ``length`` tokens."""
+    """Tokens ``[start, stop)`` of a document of ``length`` tokens, or rows of a tree."""
 
     document: int
     """A number by which the document's slices are known."""
     start: int
     stop: int
     length: int
+    states: tuple[int, int] | None = None
+    """How many pieces begin with the state of a layer that has one, and how many states later
+    slices take; None: one each, but for the first slice and the last."""
 
 
 class Unit(NamedTuple):
@@ -87,22 +90,25 @@ class UnitTable(NamedTuple):
     """Where its slice starts; this and what follows are 0 where there is none."""
     stop: Floats
     length: Floats
+    begun: Floats
+    """The numbers of :attr:`Slice.states`."""
+    left: Floats
 
     @classmethod
     def of(cls, units: Iterable[Unit]) -> UnitTable:
-        none = 0, 0, 0
-        rows = [
-            (n, len(ranks) or 1, again, divided, *(none if cut is None else cut[1:]))
-            for n, cut, ranks, again, divided in units
-        ]
-        return cls(*np.array(rows, dtype=np.float64).reshape(-1, 7).T)
+        rows = []
+        for n, cut, ranks, again, divided in units:
+            _, start, stop, length, states = cut or Slice(0, 0, 0, 0)
+            of_slice = start, stop, length, *(states or (start > 0, stop < length))
+            rows.append((n, len(ranks) or 1, again, divided, *of_slice))
+        return cls(*np.array(rows, dtype=np.float64).reshape(-1, 9).T)
 
     @classmethod
     def starting(cls, starts: npt.ArrayLike) -> UnitTable:
         """Micro-batches whose slices start there, which run alone and once: all that times ask."""
         start = np.asarray(starts, dtype=np.float64)
         none = np.zeros(len(start))
-        return cls(none, none + 1, none, none, start, none, none)
+        return cls(none, none + 1, none, none, start, *[none] * 4)
 
     @classmethod
     def joined(cls, tables: Iterable[UnitTable]) -> UnitTable:
@@ -203,14 +209,14 @@ class SliceTape:
         """Bytes of the states that slices leave, and of those that kernels keep of the ones before;
         of layers that run again, none of the latter.
         """
-        both: Floats = self._left(units) + np.where(units.start > 0, self._handed[1], 0.0)
+        both: Floats = self._left(units) + units.begun * self._handed[1]
         return both
 
     def _left(self, units: UnitTable) -> Floats:
         """Bytes of the states behind slices: until the next slice has run backward, and then of
         their gradients.
         """
-        left: Floats = np.where(units.stop < units.length, self._handed[0], 0.0)
+        left: Floats = units.left * self._handed[0]
         return left
 
     def _peaks(self, units: UnitTable, share: Floats, held: Floats, backward: bool) -> Floats:

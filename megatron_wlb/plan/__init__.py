@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from megatron_wlb.cost.slices import NOTHING, Recomputed
@@ -213,6 +214,14 @@ class Sharing(NamedTuple):
         document, _, stop = spans[-1]
         found[sum(span.length for span in spans)] += stop < document.length
         return {row: number for row, number in sorted(found.items()) if number}
+
+    def states(self, spans: Sequence[Span]) -> tuple[int, int]:
+        """What a layer that carries a state has of them (:attr:`.Slice.states`)."""
+        left, ends = self.left(spans), {*accumulate(span.length for span in spans)}
+        start = self.tree.start if self.tree else 0
+        begun = [above[-1].stop - start for above in self.above if above]
+        inner = {row for row in [*begun, *left] if row > 0} - ends
+        return len(begun) + len(inner), len(left)
 
     @property
     def rows_before(self) -> int:

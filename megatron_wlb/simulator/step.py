@@ -259,7 +259,7 @@ def slowest_us(
 def unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
     num_tokens = m.padded_length // (len(m.replicas) or 1)
-    alone = unit_of(m.spans, num_tokens, m.sharing.tree)
+    alone = unit_of(m.spans, num_tokens, m.sharing)
     return alone._replace(ranks=m.replicas, recomputed=m.recomputed, divided=m.divided)
 
 

@@ -37,6 +37,10 @@ LAYOUTS = {
     "7B, PP 4 × 4": ("7b", wlb.Parallelism(tp_size=4, pp_size=4, vpp_size=4, **SP)),
     "30B-A3B, PP 1": ("qwen3-30b-a3b", wlb.Parallelism(**EXPERTS)),
     "30B-A3B, PP 4": ("qwen3-30b-a3b", wlb.Parallelism(pp_size=4, **EXPERTS)),
+    "30B-A3B, PP 4, EP 4 over DP": (
+        "qwen3-30b-a3b",
+        wlb.Parallelism(pp_size=4, dp_size=4, ep_size=4, etp_size=1),
+    ),
     "Qwen3.5, PP 4": (
         "qwen3.5-35b-a3b",
         wlb.Parallelism(pp_size=4, tp_size=2, ep_size=2, etp_size=1, **SP),

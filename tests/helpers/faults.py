@@ -373,7 +373,9 @@ def leave_out_states_gradients(_runner: Any) -> Any:
     right = states.LayerScan.each
 
     def wrong(scan: Any, kind: str, anchor: Any, run: Any) -> Any:
-        return right(scan, kind, anchor, lambda level, s: run(level, s if s is None else s.detach()))
+        return right(
+            scan, kind, anchor, lambda level, s: run(level, s if s is None else s.detach())
+        )
 
     return mock.patch.object(states.LayerScan, "each", wrong)
 

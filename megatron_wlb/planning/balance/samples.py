@@ -217,18 +217,14 @@ def slice_samples(
         peak_bytes = max(memory.peak_bytes(own) if own.spans else 0.0 for own in units)
     fits = memory is None or peak_bytes <= memory.limit_bytes
     if shared is not None and any(shared.common):
-        ways = [_inside(lengths, max_tokens, costs, layout, number, memory, shared, ahead)]
-        if alike == 1 and shared.in_trees:  # Replicas that meet would have to have trees alike.
-            step = SharedStep(shared, lengths, replica, ahead)
-            ways.append(plan_trees(step, slicer.pipeline, layout.dp_size, number))
-
-        def simulated_us(replicas: Sequence[Units]) -> float:
-            groups = (replicas[at : at + alike] for at in range(0, len(replicas), alike))
-            return max(map(slicer.pipeline.simulated_us, groups))
-
-        timed = [(simulated_us(way.units), way.units) for way in ways if way is not None]
+        step, slowest_us = SharedStep(shared, lengths, replica, ahead), slicer.pipeline.slowest_us
+        ways = [
+            _inside(lengths, max_tokens, costs, layout, number, memory, shared, ahead),
+            plan_trees(step, slicer.pipeline, layout.dp_size, number),
+        ]
+        timed = [(slowest_us(way.units), way.units) for way in ways if way is not None]
         us, found = min(timed, key=itemgetter(0), default=(math.inf, units))
-        if us < (simulated_us(units) if fits else math.inf):
+        if us < (slowest_us(units) if fits else math.inf):
             return plan_of("samples", found, replica)
     if memory is not None and not fits:
         raise ConfigError(

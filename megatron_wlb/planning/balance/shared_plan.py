@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, zip_longest
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -285,51 +285,67 @@ def plan_trees(
             assert rank is not None  # Each has room for all.
             ranks[rank].append(stretch)
         for small_first in (False, True):
-            units = [_in_units(step, own, total_us / each, small_first) for own in ranks]
-            units = pipeline.with_room(units)
+            groups = (ranks[at : at + pipeline.alike] for at in range(0, dp_size, pipeline.alike))
+            grouped = (_in_units(step, own, total_us / each, small_first) for own in groups)
+            units = pipeline.with_room([*chain.from_iterable(grouped)])
             if pipeline.memory is not None:
                 peaks = map(pipeline.memory.peak_bytes, units)
                 if max(peaks) > pipeline.memory.limit_bytes:
                     continue
-            us = max(pipeline.simulated_us([own]) for own in units)
+            us = pipeline.slowest_us(units)
             if best is None or us < best.us:
                 best = SharedPlan(us, units)
     return best
 
 
+Chain: TypeAlias = list[tuple[list[Span], Sharing]]
+"""What units run, one behind another."""
+
+
 def _in_units(
-    step: SharedStep, stretches: Sequence[Stretch], unit_us: float, small_first: bool
-) -> Units:
-    """A rank's units, each about so much work: chains of trees, and micro-batches of small ones."""
-    chains: list[list[tuple[list[Span], Sharing]]] = []
-    small: list[Stretch] = []
-    for stretch in stretches:
+    step: SharedStep, ranks: Sequence[Sequence[Stretch]], unit_us: float, small_first: bool
+) -> list[Units]:
+    """The units of ranks that run alike, each about so much work: chains of trees, and
+    micro-batches of small ones. The chains of all are as long; what has less runs nothing last.
+    """
+
+    def number(stretch: Stretch) -> int:
         parts = round(stretch.us / unit_us)
-        if parts > 1 or stretch.num_tokens > step.replica.max_tokens:
-            chains.append(step.chain(stretch, max(1, parts)))
-        else:
-            small.append(stretch)
-    bins: list[list[int]] = []
-    if small:
-        tokens = np.array([stretch.num_tokens for stretch in small])
-        times_us = np.array([stretch.us for stretch in small])
-        number = max(1, round(float(times_us.sum()) / unit_us))
-        while len((found := place(times_us, tokens, number, step.replica.max_tokens)).left):
-            number += 1
-        bins = [[] for _ in range(number)]
-        for stretch, at in zip(small, found.index_of.tolist(), strict=True):
-            bins[at] += stretch.samples
-        order = sorted(range(number), key=lambda at: (found.loads_us[at], at))
-        bins = running_order([bins[at] for at in order if bins[at]], step.replica)
-    alone = [[step.rows(own)] for own in bins]
-    every = [*alone, *chains] if small_first else [*chains, *alone]
-    made = [unit for chain in every for unit in chain] or [([], Sharing())]
-    return Units(
-        [spans for spans, _ in made],
-        replicas=[()] * len(made),
-        chains=[len(chain) for chain in every] or [1],
-        sharing=[sharing for _, sharing in made],
-    )
+        return parts if parts > 1 else int(stretch.num_tokens > step.replica.max_tokens)
+
+    trees = [[stretch for stretch in own if number(stretch)] for own in ranks]
+    small = [[stretch for stretch in own if not number(stretch)] for own in ranks]
+    rows: list[list[Chain]] = []
+    for row in zip_longest(*trees):
+        parts = max(number(stretch) for stretch in row if stretch)
+        rows.append([step.chain(stretch, parts) if stretch else [] for stretch in row])
+    bins = zip_longest(*(_small_bins(step, own, unit_us) for own in small))
+    alone = [[[step.rows(samples or [])] for samples in row] for row in bins]
+    every = [*alone, *rows] if small_first else [*rows, *alone]
+    sizes = [max(map(len, row)) for row in every] or [1]
+    made = []
+    for chains in zip(*every, strict=True) if every else [[[]]] * len(ranks):
+        padded = zip(chains, sizes, strict=True)
+        own = [*chain.from_iterable(c + [([], Sharing())] * (size - len(c)) for c, size in padded)]
+        spans, sharing = ([*column] for column in zip(*own, strict=True))
+        made.append(Units(spans, replicas=[()] * len(own), chains=sizes, sharing=sharing))
+    return made
+
+
+def _small_bins(step: SharedStep, stretches: Sequence[Stretch], unit_us: float) -> list[list[int]]:
+    """The samples of micro-batches of about so much work, in the order in which they run."""
+    if not stretches:
+        return []
+    tokens = np.array([stretch.num_tokens for stretch in stretches])
+    times_us = np.array([stretch.us for stretch in stretches])
+    number = max(1, round(float(times_us.sum()) / unit_us))
+    while len((found := place(times_us, tokens, number, step.replica.max_tokens)).left):
+        number += 1
+    bins: list[list[int]] = [[] for _ in range(number)]
+    for stretch, at in zip(stretches, found.index_of.tolist(), strict=True):
+        bins[at] += stretch.samples
+    order = sorted(range(number), key=lambda at: (found.loads_us[at], at))
+    return running_order([bins[at] for at in order if bins[at]], step.replica)
 
 
 def _numbers(num_tokens: int, num_samples: int, replica: ReplicaCosts) -> list[int]:
@@ -369,10 +385,9 @@ def _dealt(
     return slowest_us, [running_order(own, replica) for own in ranks]
 
 
-def within_reach(shared: SharedPrefixes, memory: MemoryModel) -> SharedPrefixes:
-    """The same for a model whose layers carry a state through samples: inside micro-batches alone,
-    as nothing keeps states for several samples of another one. A branch counts its states, one of
-    its own and one of what it branches off.
+def counting_states(shared: SharedPrefixes, memory: MemoryModel) -> SharedPrefixes:
+    """The same for a model whose layers carry a state through samples: a branch counts its states,
+    one of its own and one of what it branches off.
     """
     layers = [[o for tape in chunks for o in tape.operations] for chunks in memory.tapes]
     states = [2 * sum(o.state for o in rank if not o.inner) for rank in layers]
@@ -380,7 +395,7 @@ def within_reach(shared: SharedPrefixes, memory: MemoryModel) -> SharedPrefixes:
         return shared
     per_token = [sum(tape.saved_per_token for tape in chunks) for chunks in memory.tapes]
     rows = max(own / each for own, each in zip(states, per_token, strict=True))
-    return replace(shared, in_trees=False, rows_of_states=math.ceil(rows))
+    return replace(shared, rows_of_states=math.ceil(rows))
 
 
 def check_shared(config: Config) -> None:

@@ -46,8 +46,6 @@ class SharedPrefixes:
     with that one: depth first."""
     common: Sequence[int]
     """``[samples]``: leading tokens that each, in this order, shares with the one before it."""
-    in_trees: bool = True
-    """Whether they may share over several micro-batches."""
     rows_of_states: int = 0
     """Rows whose activations take as much memory as the states that a branch has."""
 

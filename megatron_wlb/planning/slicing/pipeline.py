@@ -39,6 +39,11 @@ class Pipeline:
         """Whether micro-batches may wait in the host's memory."""
         return bool(self.memory and self.memory.host_bytes and self.costs.stages.host)
 
+    def slowest_us(self, replicas: Sequence[Units]) -> float:
+        """:meth:`simulated_us` of the slowest of all."""
+        groups = (replicas[at : at + self.alike] for at in range(0, len(replicas), self.alike))
+        return max(map(self.simulated_us, groups))
+
     def simulated_us(self, group: Sequence[Units]) -> float:
         """Time of forwards and backwards of replicas that run alike, or of one."""
         times, gaps, tokens = zip(*map(self.times_us, group), strict=True)

@@ -37,7 +37,7 @@ from megatron_wlb.cost.slices import (
     Unit,
     UnitTable,
 )
-from megatron_wlb.plan import Sharing, Span, TreePart, Units
+from megatron_wlb.plan import Sharing, Span, Units
 from megatron_wlb.planning.planner import merged_multiple
 
 MOST_ROUNDS = 4
@@ -48,11 +48,14 @@ SHORT_DOCUMENTS = 64
 """Short documents in the longest one, for the steps that need most memory."""
 
 
-def unit_of(spans: Sequence[Span], num_tokens: int, tree: TreePart | None = None) -> Unit:
+NO_SHARING = Sharing()
+
+
+def unit_of(spans: Sequence[Span], num_tokens: int, sharing: Sharing = NO_SHARING) -> Unit:
     """What memory is counted of: a micro-batch's tokens, and the slice that it runs first, or its
     part of a tree.
     """
-    return Unit(num_tokens, _slice_of(spans, tree))
+    return Unit(num_tokens, _slice_of(spans, sharing))
 
 
 def rows_seen(
@@ -69,10 +72,10 @@ def rows_seen(
     return np.array(starts, dtype=np.float64), branches
 
 
-def _slice_of(spans: Sequence[Span], tree: TreePart | None) -> Slice | None:
-    if tree is not None:
+def _slice_of(spans: Sequence[Span], sharing: Sharing) -> Slice | None:
+    if (tree := sharing.tree) is not None:
         stop = tree.start + sum(span.length for span in spans)
-        return Slice(tree.name, tree.start, stop, tree.length)
+        return Slice(tree.name, tree.start, stop, tree.length, sharing.states(spans))
     if not spans:
         return None
     document, start, stop = spans[0]
@@ -84,14 +87,14 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
     """What time and memory are counted of, padded to such a multiple."""
     found = []
     again = units.recomputed or [NOTHING] * len(units.spans)
-    sharing = units.sharing or [Sharing()] * len(units.spans)
+    sharing = units.sharing or [NO_SHARING] * len(units.spans)
     replicas = units.replicas or [()] * len(units.spans)
     rows = zip(units.spans, replicas, again, sharing, strict=True)
     for spans, ranks, recomputed, shared in rows:
         multiple = merged_multiple(length_multiple, len(ranks))
         multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
         num_tokens = multiples * multiple // (len(ranks) or 1)
-        cut = _slice_of(spans, shared.tree)
+        cut = _slice_of(spans, shared)
         divided = units.divided and cut is not None
         found.append(Unit(num_tokens, cut, ranks, recomputed, divided))
     return found

@@ -69,8 +69,9 @@ def _mixed(
         if initial is None and not level.is_read:
             named["seq_idx"] = level.of(numbers).contiguous()
             return original(own, *known, **named), None
-        begun = [None] * len(level.numbers) if initial is None else initial.split(1)
-        pieces = zip(own.split(level.rows.lengths, 1), level.numbers, begun, strict=True)
+        begun = [None] * len(level.numbers) if initial is None else torch.split(initial, 1)
+        parts = torch.split(own, [*level.rows.lengths], dim=1)
+        pieces = zip(parts, level.numbers, begun, strict=True)
         made = [_piece(rows, *known, halos[at], state, **named) for rows, at, state in pieces]
         parts, states = zip(*made, strict=True)
         return torch.cat(parts, dim=1), torch.cat(states)

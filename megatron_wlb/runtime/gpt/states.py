@@ -261,8 +261,8 @@ class LayerScan:
         """The rows that convolutions see: ``[1, T, C] -> [n, C]``, these, one of zeros, and those
         before each state taken.
 
-        ``kind`` and errors are as in :meth:`taken`. Raises :class:`PlanError`, too, for convolutions
-        that see a larger ``number`` of rows above than are known.
+        ``kind`` and errors are as in :meth:`taken`. Raises :class:`PlanError`, too, for a larger
+        ``number`` of rows above than are known.
         """
         if number > MOST_TAPS:
             raise PlanError(

@@ -22,7 +22,7 @@ from megatron_wlb.data.targets import targets_of
 from megatron_wlb.errors import ConfigError, TrainingError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.balance.samples import plan_step
-from megatron_wlb.planning.balance.shared_plan import check_shared, within_reach
+from megatron_wlb.planning.balance.shared_plan import check_shared, counting_states
 from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import (
     check_positions,
@@ -109,7 +109,7 @@ class SampleTrainer:
         prefixes = None
         if shared:
             check_shared(self.config)
-            prefixes = within_reach(SharedPrefixes.found(corpus.stored), self._memory_model)
+            prefixes = counting_states(SharedPrefixes.found(corpus.stored), self._memory_model)
         plan = plan_step(
             corpus.lengths.tolist(), self._max_tokens, self._cost, self._costs, self.layout,
             slices=kind_of(self.config.wlb.wlb_packing).slices, groups=groups, targets=targets,

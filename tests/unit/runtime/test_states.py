@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.layouts import TREES, Layout
+from helpers.plans import trees_for
 
 from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.runtime.gpt import states
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
-from megatron_wlb.runtime.gpt.states import LayerScan, ScannedDocuments
+from megatron_wlb.runtime.gpt.states import Branches, LayerScan, Level, ScannedDocuments
 
 LENGTH, OTHERS, SHAPE = 8, (5, 3, 2), (4, 3)
 
@@ -54,18 +56,44 @@ def test_states_and_their_gradients_are_of_one_document(
     first, second = scans
     anchor = torch.ones((), requires_grad=True)
     made = anchor * torch.arange(12.0).view(SHAPE).expand(1 + len(OTHERS), *SHAPE)
-    out = first.left("scan", anchor * 2, lambda: made[0])
+    begun: list[torch.Tensor | None] = []
+
+    def run(level: Level, initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        begun.append(initial)
+        out = anchor * torch.ones(1, sum(level.rows.lengths))
+        return out, made[: len(level.numbers)] if level.is_read else None
+
+    out = first.each("scan", anchor, run)
     (kept,) = store.states.values()
     size = kept.numel() * kept.element_size()
     assert kept.untyped_storage().nbytes() == size
     assert kept.untyped_storage().data_ptr() != made.untyped_storage().data_ptr()
-    initial = second.initial("scan", anchor, SHAPE, torch.float32)
-    assert initial is not None and initial.shape == made.shape
-    assert torch.equal(initial[0], made[0]) and not initial[1:].any()
+    second.each("scan", anchor, run)
+    *none, initial, last = begun
+    assert none == [None, None] and last is None and initial is not None
+    assert torch.equal(initial, made[:1])
     initial.square().sum().backward()
     (grad,) = store.state_grads.values()
     assert grad.untyped_storage().nbytes() == size
     assert torch.equal(grad, 2 * made[0]) and not store.states
-    out.backward()
-    assert anchor.grad == 2 + 2 * made[0].square().sum()
+    out.sum().backward()
+    assert anchor.grad == out.numel() + 2 * made[0].square().sum()
     assert not store.state_grads
+
+
+def test_memory_counts_the_states_that_pieces_begin_with_and_leave() -> None:
+    layout = Layout("delta", 2, pp=2, vpp=2)
+    counted = set()
+    for step in range(len(TREES.steps)):
+        for m in trees_for(layout.config, TREES, layout.world_size, step):
+            if (tree := m.sharing.tree) is None:
+                continue
+            left = m.sharing.left(m.spans)
+            branches = Branches.of(m.lengths, m.sharing.above, tree.start, left)
+            parents = [level.parents for level in branches.levels if level.parents is not None]
+            num_taken = len(branches.taken)
+            at_zero = int((parents[0] == num_taken).sum()) if num_taken else 0
+            begun = sum(map(len, parents)) - at_zero
+            assert m.sharing.states(m.spans) == (begun, len(branches.left))
+            counted.add((begun, len(branches.left)))
+    assert len(counted) > 5

@@ -180,21 +180,40 @@ def test_sharing_never_makes_steps_with_experts_slower() -> None:
         assert us[1] < 1.01 * us[0]
 
 
-def test_models_with_states_share_inside_micro_batches_alone() -> None:
+def test_branches_with_states_have_room_for_these() -> None:
     samples = group(4096, 512, 16)
-    layout = wlb.Parallelism(pp_size=4)
-    trees = {}
-    for cost in ("7b", "qwen3.5-35b-a3b"):
-        plan = wlb.plan_batch(
-            list(map(len, samples)), max_tokens=8192, layout=layout, cost=cost, shared=samples,
-            slices=True,
-        )  # fmt: skip
-        assert any(m.sharing.above for m in plan)
-        trees[cost] = any(m.sharing.tree for m in plan)
-        # Branches with states have room for these.
-        fullest = max(plan, key=lambda m: len(m.spans))
-        assert trees[cost] or fullest.length + 20 * len(fullest.spans) < 8192
-    assert trees == {"7b": True, "qwen3.5-35b-a3b": False}
+    plan = wlb.plan_batch(
+        list(map(len, samples)), max_tokens=8192, layout=wlb.Parallelism(pp_size=4),
+        cost="qwen3.5-35b-a3b", shared=samples,
+    )  # fmt: skip
+    fullest = max(plan, key=lambda m: len(m.spans))
+    assert fullest.sharing.above and fullest.length + 20 * len(fullest.spans) < 8192
+
+
+@pytest.mark.parametrize(
+    ("cost", "layout"),
+    [
+        ("qwen3.5-35b-a3b", wlb.Parallelism(pp_size=4)),
+        ("qwen3-30b-a3b", wlb.Parallelism(pp_size=4, dp_size=4, ep_size=4, etp_size=1)),
+    ],
+)
+def test_trees_of_models_with_states_and_experts(cost: str, layout: wlb.Parallelism) -> None:
+    """Replicas that share experts have chains alike, and some of their micro-batches are empty."""
+    random = np.random.default_rng(3)
+    number = 8 * 11
+    lengths = [32768 + int(n) for n in random.integers(1024, 16384, number)]
+    given = [None if n % 8 == 0 else (n - n % 8, 32768) for n in range(number)]
+    inside, trees = (
+        wlb.plan_batch(
+            lengths, max_tokens=65536, layout=layout, cost=cost, shared=given, slices=slices
+        )
+        for slices in (False, True)
+    )
+    assert any(m.sharing.tree for m in trees) and len(set(trees.chains)) == 1
+    assert sorted(document.number for document in trees.documents) == [*range(number)]
+    check_chains(trees)
+    us = [wlb.simulate_step(plan, layout, model=cost).pipeline_us for plan in (inside, trees)]
+    assert us[1] < 0.85 * us[0]
 
 
 def test_keys_that_ranks_copy_are_few() -> None:
