@@ -129,19 +129,13 @@ WHOLE = [
     Layout("llama", 4, pp=2, vpp=2, tp="2sp", extra=NO_P2P_OVERLAP),
     Layout("gpt2", 6, pp=4),
     Layout("llama", 3, pp=4),
-    Layout("llama", 9, pp=4, vpp=2, extra=f"{NO_P2P_OVERLAP} {GROUP} 5"),
     Layout("mixed", 8, pp=4, vpp=2),
-    Layout("gpt2", 5, pp=4, vpp=2, dp=2, extra=f"{SHARDED} {GROUP} 5"),
-    Layout("mixed", 5, pp=4, tp="2"),
     Layout("llama", 4, pp=4, vpp=2, tp="2sp", extra=SELECTIVE),
-    Layout("mixed", 5, pp=2, tp="2sp", dp=2, extra=f"{SHARDED} {FULL}"),
     # Context parallelism.
     Layout("llama", 5, cp=2, sharding="per-document", extra=HEAD_GROUPS),
-    Layout("gpt2", 4, cp=2, dp=2, extra=f"{SHARDED} {OVERLAP} {KEEP} {HEAD_GROUPS}"),
     Layout("yarn", 3, cp=4, sharding="hybrid"),
     Layout("llama-3", 3, cp=2, tp="2", sharding="adaptive", extra=SELECTIVE),
     Layout("mixed", 4, pp=2, vpp=2, cp=2, dp=2, sharding="per-document", extra=SHARDED),
-    Layout("llama", 4, pp=2, tp="2sp", cp=2, sharding="hybrid", extra=FULL),
     Layout("gpt2", 5, pp=4, cp=2, sharding="per-document", extra=f"{VERIFY_SHAPES} {HEAD_GROUPS}"),
 ]
 """Dense models, of whole documents."""
@@ -206,14 +200,10 @@ CASES = [
     Case(Layout("llama", 2, pp=2, vpp=2, extra=GATHER), hosted_for, with_small_slabs),
     Case(Layout("llama", 1, cp=2, tp="2sp", sharding="per-document"),
          Changed(sliced_for, (half_hosted, divided)), with_small_slabs),
-    Case(Layout("moe-seq", 4, pp=2, dp=2, ep=2), hosted_for, with_small_slabs),
     Case(Layout("llama", 1), all_hosted_for, with_few_slabs),
     # Context-parallel ranks divide keys and values of slices.
     Case(SLICED[-1], divided_for),
     Case(SLICED[-1], sliced_for, with_nan_rows),
-    Case(Layout("llama", 2, pp=2, vpp=2, cp=2, extra=FULL), divided_for),
-    Case(SLICED[-1], Changed(divided_for, (half_recomputed,))),
-    Case(Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS), Changed(merged_for, (divided,))),
     # Layers of a sliding window take fewer rows than the full one before them begins to gather.
     Case(SLIDING, divided_for, that_waits_for_each_gather),
     Case(Layout("llama", 1, pp=2, cp=2, sharding="hybrid", extra=HEAD_GROUPS), sliced_for,
@@ -228,11 +218,7 @@ CASES = [
         Layout("sliding", 4, cp=2, sharding="per-document", extra=HEAD_GROUPS),
         Layout("sliding-skip", 3, tp="2sp", cp=2, sharding="hybrid", extra=SELECTIVE),
     ]),
-    *each([
-        Layout("sliding", 1),
-        Layout("sliding-list", 1, pp=2, cp=2, sharding="per-document",
-               extra=f"{HEAD_GROUPS} {FULL}"),
-    ], sliced_for),
+    Case(Layout("sliding", 1), sliced_for),
     Case(Layout("sliding-skip", 1, dp=2), merged_for),
     # Multi-latent attention.
     *each([
@@ -267,7 +253,6 @@ CASES = [
     ]),
     Case(Layout("moe-seq", 4, pp=2, dp=2, ep=2), within=experts_again),
     Case(Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL), sliced_for),
-    Case(Layout("moe-aux", 4, pp=2, dp=2, ep=2), recomputed_for),
     *each([
         Layout("moe-seq", 1, dp=2),  # all experts in each replica
         Layout("moe-seq", 1, pp=2, dp=2, ep=2, extra=FULL),
@@ -294,7 +279,8 @@ CASES = [
     ], workload=MASKED),
     *(Case(layout, sliced_for, workload=workload)
       for layout in (Layout("mixed", 3, pp=2, extra=TWO_AHEAD), Layout("llama", 3, dp=2, cp=2))
-      for workload in (MASKED, BY_SAMPLE, OWN_LOSS)),
+      for workload in (MASKED, OWN_LOSS)),
+    Case(Layout("mixed", 3, pp=2, extra=TWO_AHEAD), sliced_for, workload=BY_SAMPLE),
     *each([
         Layout("mixed", 4, dp=2, extra=f"{TWO_AHEAD} {SHARDED}"),
         Layout("llama", 4, pp=2, vpp=2, cp=2, sharding="per-document"),
@@ -353,7 +339,18 @@ CASES = [
     Case(Layout("llama", 1, pp=2), Changed(trees_for, (half_hosted,)), with_small_slabs, TREES),
 ]  # fmt: skip
 FURTHER = [
+    Case(Layout("llama", 2, pp=2, vpp=2, cp=2, extra=FULL), divided_for),
+    Case(SLICED[-1], Changed(divided_for, (half_recomputed,))),
+    Case(Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS), Changed(merged_for, (divided,))),
+    Case(Layout("moe-aux", 4, pp=2, dp=2, ep=2), recomputed_for),
+    Case(Layout("moe-seq", 4, pp=2, dp=2, ep=2), hosted_for, with_small_slabs),
     *each([
+        Layout("gpt2", 5, pp=4, vpp=2, dp=2, extra=f"{SHARDED} {GROUP} 5"),
+        Layout("mixed", 5, pp=2, tp="2sp", dp=2, extra=f"{SHARDED} {FULL}"),
+        Layout("llama", 4, pp=2, tp="2sp", cp=2, sharding="hybrid", extra=FULL),
+        Layout("gpt2", 4, cp=2, dp=2, extra=f"{SHARDED} {OVERLAP} {KEEP} {HEAD_GROUPS}"),
+        Layout("llama", 9, pp=4, vpp=2, extra=f"{NO_P2P_OVERLAP} {GROUP} 5"),
+        Layout("mixed", 5, pp=4, tp="2"),
         Layout("sliding-skip", 4, cp=2, sharding="per-sequence", extra=KEEP),
         Layout("sliding", 3, pp=2, cp=2, sharding="per-document", extra="--wlb-cp-reduce-in-fp32"),
         Layout("mixed", 5, pp=2, extra=TWO_AHEAD),
@@ -372,6 +369,8 @@ FURTHER = [
         Layout("deepseek", 4, pp=2, dp=2, ep=2, extra=FULL),
     ]),
     *each([
+        Layout("sliding-list", 1, pp=2, cp=2, sharding="per-document",
+               extra=f"{HEAD_GROUPS} {FULL}"),
         Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
         Layout("gpt2", 1, cp=2, sharding="per-sequence", extra=f"{KEEP} {FULL}"),
         Layout("yarn", 1, cp=4, sharding="hybrid"),

@@ -36,7 +36,7 @@ COST = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)
 
 
 @pytest.mark.parametrize("packing", [*PACKINGS, *AUTO, *SOLVER])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_plans_of_any_run_keep_their_promises(packing: str, data: st.DataObject) -> None:
     if packing in SOLVER:
