@@ -3,20 +3,24 @@
 
     scripts/evidence/shared_prefixes.py                                      # simulated: minutes
     scripts/evidence/shared_prefixes.py --page docs/results/samples.md       # and its table
+    scripts/evidence/shared_prefixes.py --rollouts FILE.json…                # of rollouts of yours
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 scripts/evidence/shared_prefixes.py --train
 
 Simulated are 128 samples of groups (answers lognormal, sigma 0.8, at most four times the mean) and
 trees of agents, on H100s, over ``plan_batch`` with whole samples, forward and backward of one
-replica; behind an arrow with trees over micro-batches (``slices=True``). With ``--train`` a small
-model trains steps of 4 groups on CPUs at PP 2, whole and shared in turns; more flags are the
+replica; behind an arrow with trees over micro-batches (``slices=True``). Files of ``--rollouts`` are
+lists of objects with messages, ``traj`` or ``messages``. The table has each as one sample, and with
+a sample for each turn of the assistant; four bytes of JSON count as a token. With ``--train`` a
+small model trains steps of 4 groups on CPUs at PP 2, whole and shared in turns; more flags are the
 trainer's, such as ``--wlb-packing slim`` for slices and trees.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -50,8 +54,8 @@ NUM_SAMPLES, SIGMA, MOST = 128, 0.8, 4
 K = 1024
 
 Branches = list[tuple[int, int] | None]
-Samples = tuple[list[int], Branches]
-"""Lengths, and what each shares with an earlier one."""
+Samples = tuple[list[int], Branches | list[Any]]
+"""Lengths, and what each shares with an earlier one, or the token ids of all."""
 
 
 def groups(size: int, prompt: int, mean: int) -> Samples:
@@ -103,11 +107,29 @@ def cases() -> Iterator[tuple[str, Samples]]:
         )
 
 
-def simulated(hardware: str) -> tuple[list[list[str]], dict[str, list[list[float]]]]:
+def rollouts(paths: Sequence[Path]) -> Iterator[tuple[str, Samples]]:
+    """Rollouts of files, as whole samples and as one for each turn."""
+    for path in paths:
+        whole, turns = [], []
+        for rollout in json.loads(path.read_text()):
+            said = b""
+            for message in rollout.get("traj") or rollout["messages"]:
+                said += json.dumps(message).encode()
+                if message["role"] == "assistant":
+                    turns.append(said)
+            whole.append(said)
+        for name, texts in (("whole", whole), ("a sample a turn", turns)):
+            ids = [np.frombuffer(text[: len(text) // 4 * 4], dtype=np.uint32) for text in texts]
+            yield f"{path.stem}, {name}: {len(ids)}", (list(map(len, ids)), ids)
+
+
+def simulated(
+    cases: Iterable[tuple[str, Samples]], hardware: str
+) -> tuple[list[list[str]], dict[str, list[list[float]]]]:
     """The table's lines, and the gains of each layout."""
     lines: list[list[str]] = []
     gains: dict[str, list[list[float]]] = {name: [] for name in LAYOUTS}
-    for title, (lengths, branches) in cases():
+    for title, (lengths, branches) in cases:
         cap = 64 * K if max(lengths) <= 64 * K else 128 * K
         cells: list[str] = []
         for name, (model, layout) in LAYOUTS.items():
@@ -133,8 +155,8 @@ def simulated(hardware: str) -> tuple[list[list[str]], dict[str, list[list[float
     return lines, gains
 
 
-def table(hardware: str) -> str:
-    lines, gains = simulated(hardware)
+def table(cases: Iterable[tuple[str, Samples]], hardware: str) -> str:
+    lines, gains = simulated(cases, hardware)
     head = ["Samples", "tokens ÷ those that run", *LAYOUTS]
 
     def of_each(made: Callable[[Sequence[float]], float]) -> list[str]:
@@ -204,13 +226,14 @@ def main() -> int:
     parser.add_argument("--train", action="store_true", help="measure steps; under torchrun")
     parser.add_argument("--hardware", default=DEFAULT_MACHINE, help="the machine that is simulated")
     parser.add_argument("--page", type=Path, help="page whose table is written")
+    parser.add_argument("--rollouts", type=Path, nargs="+", help="JSON files, in place of cases")
     args, flags = parser.parse_known_args()
     if args.train:
         train(flags)
         return 0
     if flags:
         parser.error(f"unknown flags without --train: {' '.join(flags)}")
-    made = table(args.hardware)
+    made = table(rollouts(args.rollouts) if args.rollouts else cases(), args.hardware)
     if args.page is not None:
         put(args.page, "shared prefixes", made.rstrip())
     print(made, end="")
