@@ -8,11 +8,11 @@
 
 Simulated are 128 samples of groups (answers lognormal, sigma 0.8, at most four times the mean) and
 trees of agents, on H100s, over ``plan_batch`` with whole samples, forward and backward of one
-replica; behind an arrow with trees over micro-batches (``slices=True``). Files of ``--rollouts`` are
-lists of objects with messages, ``traj`` or ``messages``. The table has each as one sample, and with
-a sample for each turn of the assistant; four bytes of JSON count as a token. With ``--train`` a
-small model trains steps of 4 groups on CPUs at PP 2, whole and shared in turns; more flags are the
-trainer's, such as ``--wlb-packing slim`` for slices and trees.
+replica; behind an arrow with trees over micro-batches (``slices=True``). Files of ``--rollouts``
+are lists of objects with messages, ``traj`` or ``messages``. The table has each as one sample, and
+with a sample for each turn of the assistant; four bytes of JSON count as a token. With ``--train``
+a small model trains steps of 4 groups on CPUs at PP 2, whole and shared in turns; more flags are
+the trainer's, such as ``--wlb-packing slim`` for slices and trees.
 """
 
 from __future__ import annotations
