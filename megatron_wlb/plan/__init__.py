@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from megatron_wlb.cost.slices import NOTHING, Recomputed
@@ -153,11 +152,6 @@ class SharedUse(NamedTuple):
     place: int
     """The first one's token in the stored document."""
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the document's own tokens follow these rows."""
-        return self.place + self.rows.stop - self.rows.start == self.document.offset
-
     def targets_ahead(self, depth: int) -> float:
         """What the labels of the rows count for the document, ``depth`` tokens further on."""
         first, (start, stop) = self.place - self.document.offset, self.rows
@@ -175,6 +169,8 @@ class TreePart(NamedTuple):
     """The first row."""
     length: int
     """Rows of the whole tree."""
+    left: tuple[tuple[int, int], ...] = ()
+    """Rows before which documents go on from here in later micro-batches, and how many do."""
 
 
 class Sharing(NamedTuple):
@@ -202,27 +198,6 @@ class Sharing(NamedTuple):
         pairs = zip(self.places(spans), spans, strict=True) if self.above else ()
         return [(before, span.length) for before, span in pairs if before]
 
-    def left(self, spans: Sequence[Span]) -> Mapping[int, int]:
-        """How many documents go on from the rows that ``spans`` run, in later micro-batches of
-        their tree: by how many of these rows stand before each.
-        """
-        if self.tree is None:
-            return {}
-        own = {span.document.number for span in spans}
-        later = (use for use in self.uses if use.document.number not in own)
-        found = Counter(use.rows.stop for use in later if use.is_last)
-        document, _, stop = spans[-1]
-        found[sum(span.length for span in spans)] += stop < document.length
-        return {row: number for row, number in sorted(found.items()) if number}
-
-    def states(self, spans: Sequence[Span]) -> tuple[int, int]:
-        """What a layer that carries a state has of them (:attr:`.Slice.states`)."""
-        left, ends = self.left(spans), {*accumulate(span.length for span in spans)}
-        start = self.tree.start if self.tree else 0
-        begun = [above[-1].stop - start for above in self.above if above]
-        inner = {row for row in [*begun, *left] if row > 0} - ends
-        return len(begun) + len(inner), len(left)
-
     @property
     def rows_before(self) -> int:
         """Rows that micro-batches before have run, and this one's attend to."""
@@ -239,6 +214,9 @@ class Sharing(NamedTuple):
         """All that ranks must agree on."""
         uses = [(use.document.number, *use.rows, use.place) for use in self.uses]
         return f" {self.above}{self.tree}{uses}" if self.above else ""
+
+
+NO_SHARING = Sharing()
 
 
 @dataclass(frozen=True)
@@ -267,7 +245,7 @@ class MicroBatchPlan:
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of its slice's document, and
     gather them for each slice; else each has all of them."""
-    sharing: Sharing = Sharing()  # noqa: RUF009  # frozen
+    sharing: Sharing = NO_SHARING
     """What its documents share with each other, or with those of other micro-batches."""
 
     @cached_property

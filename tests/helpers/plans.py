@@ -15,7 +15,7 @@ from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
 from megatron_wlb.plan import Document, MicroBatchPlan, RowRun, Sharing, Span, StepPlan, TreePart
 from megatron_wlb.plan.sharding import Sharding, length_multiple
-from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, part_of
+from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, part_of, tree_part
 from megatron_wlb.settings.config import Config
 
 PlanFor: TypeAlias = Callable[[Config, Workload, int, int], StepPlan]
@@ -239,7 +239,8 @@ def trees_for(config: Config, workload: Workload, world_size: int, step: int) ->
             edges = sorted({0, length, *inner})
             name = documents[paths[0].document.number].number
             for start, stop in pairwise(edges):
-                tree = TreePart(name, start, length) if len(edges) > 2 else None
+                named = tree_part(paths, start, stop)._replace(name=name)
+                tree = named if len(edges) > 2 else None
                 own.append(_of_paths(config, documents, paths, start, tree, index, stop))
                 index += 1
             numbers.append(len(edges) - 1)
@@ -256,9 +257,10 @@ def one_path_for(config: Config, workload: Workload, world_size: int, step: int)
     def as_tree(m: MicroBatchPlan) -> MicroBatchPlan:
         if m.slice is None or len(m.spans) > 1:
             return m
-        document, start, _ = m.slice
+        document, start, stop = m.slice
         above = ((RowRun(0, start),),) if start else ((),)
-        sharing = Sharing(above, tree=TreePart(document.number, start, document.length))
+        left = ((stop, 1),) if stop < document.length else ()
+        sharing = Sharing(above, tree=TreePart(document.number, start, document.length, left))
         return dataclasses.replace(m, sharing=sharing)
 
     ranks = []

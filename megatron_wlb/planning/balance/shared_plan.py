@@ -30,7 +30,7 @@ import numpy as np
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats, graph_of
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.plan import Sharing, Span, TreePart, Units
+from megatron_wlb.plan import Sharing, Span, Units
 from megatron_wlb.planning.balance.assign import running_order
 from megatron_wlb.planning.balance.replica_costs import ReplicaCosts
 from megatron_wlb.planning.balance.trees import (
@@ -39,6 +39,7 @@ from megatron_wlb.planning.balance.trees import (
     branch_at,
     part_of,
     refuse_sharing,
+    tree_part,
 )
 from megatron_wlb.planning.greedy import Bins
 from megatron_wlb.planning.packing.placement import place
@@ -189,10 +190,10 @@ class SharedStep:
                 end = min(stop, start + step * part)
                 while fitting[-1] < end:
                     fitting.append(self._fitting(paths, fitting[-1], end))
-        name, units = paths[0].document.number, []
+        units = []
         for start, stop in pairwise(fitting):
             spans, sharing = part_of(paths, start, stop)
-            units.append((spans, sharing._replace(tree=TreePart(name, start, num_rows))))
+            units.append((spans, sharing._replace(tree=tree_part(paths, start, stop))))
         return units
 
     def _fitting(self, paths: Sequence[Path], start: int, stop: int) -> int:

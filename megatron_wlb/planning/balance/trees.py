@@ -11,6 +11,7 @@ one in each sample, so it runs in each: a row predicts only what all that share 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.plan import Document, RowRun, SharedUse, Sharing, Span
+from megatron_wlb.plan import Document, RowRun, SharedUse, Sharing, Span, TreePart
 from megatron_wlb.reading import shown
 
 LEAST_SHARED = 64
@@ -218,6 +219,16 @@ def part_of(paths: Sequence[Path], start: int, stop: int) -> tuple[list[Span], S
                 uses.append(SharedUse(document, shared, place + low - rows.start))
             place += rows.stop - rows.start
     return spans, Sharing(tuple(above), tuple(uses))
+
+
+def tree_part(paths: Sequence[Path], start: int, stop: int) -> TreePart:
+    """What rows ``[start, stop)`` are of the tree of all paths."""
+    first, last = paths[0].document, paths[-1]
+    taken = [path.above[-1].stop for path in paths if path.above and path.first >= stop]
+    taken += [stop for path in paths if path.first < stop < path.first + path.document.length]
+    left = Counter(row for row in taken if start < row <= stop)
+    num_rows = last.first + last.document.length
+    return TreePart(first.number, start, num_rows, tuple(sorted(left.items())))
 
 
 def refuse_sharing(

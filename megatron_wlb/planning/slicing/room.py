@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ from megatron_wlb.cost.slices import (
     Unit,
     UnitTable,
 )
-from megatron_wlb.plan import Sharing, Span, Units
+from megatron_wlb.plan import NO_SHARING, Sharing, Span, Units
 from megatron_wlb.planning.planner import merged_multiple
 
 MOST_ROUNDS = 4
@@ -46,9 +47,6 @@ as it is."""
 
 SHORT_DOCUMENTS = 64
 """Short documents in the longest one, for the steps that need most memory."""
-
-
-NO_SHARING = Sharing()
 
 
 def unit_of(spans: Sequence[Span], num_tokens: int, sharing: Sharing = NO_SHARING) -> Unit:
@@ -74,8 +72,11 @@ def rows_seen(
 
 def _slice_of(spans: Sequence[Span], sharing: Sharing) -> Slice | None:
     if (tree := sharing.tree) is not None:
-        stop = tree.start + sum(span.length for span in spans)
-        return Slice(tree.name, tree.start, stop, tree.length, sharing.states(spans))
+        ends = [*accumulate([span.length for span in spans], initial=tree.start)]
+        begun = [above[-1].stop for above in sharing.above if above]
+        inner = {row for row in [*begun, *(row for row, _ in tree.left)] if row > tree.start}
+        states = len(begun) + len(inner.difference(ends)), len(tree.left)
+        return Slice(tree.name, tree.start, ends[-1], tree.length, states)
     if not spans:
         return None
     document, start, stop = spans[0]

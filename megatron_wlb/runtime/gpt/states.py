@@ -17,11 +17,10 @@ documents, ``S`` states that it takes of micro-batches before, ``L`` that it lea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import RowRun
+from megatron_wlb.plan import NO_SHARING, RowRun, Sharing
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
@@ -118,18 +117,19 @@ class Branches:
         lengths: Sequence[int],
         above: Sequence[Sequence[RowRun]] = (),
         start: int = 0,
-        left: Mapping[int, int] = MappingProxyType({}),
+        left: Sequence[tuple[int, int]] = (),
     ) -> Branches:
         """On the host. ``above`` is :attr:`.Sharing.above` of the first documents, whose first row
-        is ``start`` there; ``left`` says how many take the state before a row in later
-        micro-batches, by the micro-batch's rows.
+        is ``start`` there; ``left`` is :attr:`.TreePart.left`.
         """
         ends = [0, *accumulate(lengths)]
         up = {at: runs[-1].stop - start for at, runs in zip(ends, above, strict=False) if runs}
         taken = sorted(Counter(row for row in up.values() if row <= 0).items())
         places_of_taken = {row: place for place, (row, _) in enumerate(taken)}
         first = {*ends}
-        edges = sorted(first | {row for row in up.values() if row > 0} | {*left})
+        given = [HandedState(*state) for state in left]
+        cuts = {*up.values(), *(state.row - start for state in given)}
+        edges = sorted(first | {row for row in cuts if row > 0})
         pieces = [*pairwise(edges)]
         numbers = {stop: number for number, (_, stop) in enumerate(pieces)}
         before: list[list[int]] = []
@@ -149,7 +149,7 @@ class Branches:
             parents.append(parent)
             before.append(path)
             depths.append(depth)
-        left_by = [numbers[row] for row in left]
+        left_by = [numbers[state.row - start] for state in given]
         read = {*parents, *left_by}
         alone = [number for number, parent in enumerate(parents) if parent is None]
         alone = [number for number in alone if number not in read]
@@ -177,7 +177,7 @@ class Branches:
             tuple(made),
             back,
             tuple(HandedState(start + row, number) for row, number in taken),
-            tuple(HandedState(start + row, number) for row, number in left.items()),
+            tuple(given),
             tuple(left_by),
             torch.tensor(behind, dtype=torch.int64).reshape(-1, MOST_TAPS),
         )
@@ -222,20 +222,19 @@ class ScannedDocuments:
         cp_size: int,
         sharding: Sharding,
         cut: KVSlice | None = None,
-        above: Sequence[Sequence[RowRun]] = (),
-        left: Mapping[int, int] = MappingProxyType({}),
+        sharing: Sharing = NO_SHARING,
     ) -> ScannedDocuments:
-        """On the host. ``above`` is :attr:`.Sharing.above`, and ``left`` what
-        :meth:`.Sharing.left` says.
-        """
+        """On the host."""
         order = back = None
         if cp_size > 1:
             tokens = tokens_of_ranks(lengths, cp_size, sharding)
             order, back = torch.from_numpy(np.argsort(tokens)), torch.from_numpy(tokens)
         numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+        above: Sequence[Sequence[RowRun]] = sharing.above
+        left = sharing.tree.left if sharing.tree else ()
         if cut is not None and not cut.of_tree:  # a tree of one path
             above = [[RowRun(0, cut.start)]] if cut.start else ()
-            left = {cut.stop - cut.start: 1} if cut.stop < cut.length else {}
+            left = ((cut.stop, 1),) if cut.stop < cut.length else ()
         branches = None
         if any(above) or left:
             branches = Branches.of(lengths, above, 0 if cut is None else cut.start, left)

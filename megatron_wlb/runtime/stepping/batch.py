@@ -362,9 +362,8 @@ class BatchBuilder:
                 routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
             if self.has_states:
-                given = plan.lengths, self.cp_size, plan.sharding, params.slice
-                sharing = plan.sharing
-                scanned = load("states").of(*given, sharing.above, sharing.left(plan.spans))
+                given = plan.lengths, self.cp_size, plan.sharding, params.slice, plan.sharing
+                scanned = load("states").of(*given)
                 params = replace(params, scanned=scanned)
             known = self._latest[plan.index] = (plan, local, mapped(params, self._host.pinned))
         return known[1:]

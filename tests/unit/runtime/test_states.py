@@ -11,6 +11,7 @@ from helpers.layouts import TREES, Layout
 from helpers.plans import trees_for
 
 from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.planning.slicing.room import unit_of
 from megatron_wlb.runtime.gpt import states
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.states import Branches, LayerScan, Level, ScannedDocuments
@@ -88,12 +89,12 @@ def test_memory_counts_the_states_that_pieces_begin_with_and_leave() -> None:
         for m in trees_for(layout.config, TREES, layout.world_size, step):
             if (tree := m.sharing.tree) is None:
                 continue
-            left = m.sharing.left(m.spans)
-            branches = Branches.of(m.lengths, m.sharing.above, tree.start, left)
+            branches = Branches.of(m.lengths, m.sharing.above, tree.start, tree.left)
             parents = [level.parents for level in branches.levels if level.parents is not None]
             num_taken = len(branches.taken)
             at_zero = int((parents[0] == num_taken).sum()) if num_taken else 0
             begun = sum(map(len, parents)) - at_zero
-            assert m.sharing.states(m.spans) == (begun, len(branches.left))
-            counted.add((begun, len(branches.left)))
+            cut = unit_of(m.spans, m.length, m.sharing).slice
+            assert cut is not None and cut.states == (begun, len(branches.left))
+            counted.add(cut.states)
     assert len(counted) > 5
