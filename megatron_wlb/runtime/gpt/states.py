@@ -151,11 +151,11 @@ class Branches:
             depths.append(depth)
         left_by = [numbers[state.row - start] for state in given]
         read = {*parents, *left_by}
-        alone = [number for number, parent in enumerate(parents) if parent is None]
-        alone = [number for number in alone if number not in read]
         levels: list[list[int]] = [[] for _ in range(max(depths) + 1)]
-        for number in sorted({*range(len(pieces))} - {*alone}):
-            levels[depths[number]].append(number)
+        alone: list[int] = []
+        for number, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
+            is_alone = parent is None and number not in read
+            (alone if is_alone else levels[depth]).append(number)
         made, last = [], [*range(-len(taken), 0)]
         for own in filter(len, [*levels, alone]):
             begun = [parents[number] for number in own]

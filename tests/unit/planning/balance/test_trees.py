@@ -322,7 +322,7 @@ def test_trees_run_all_rows_in_order(layout: wlb.Parallelism, memory_gib: float 
     known: dict[tuple[int, int], list[int]] = {}  # rows of trees: which token of which sample
     for micro_batch in plan:
         rows = []
-        name, start, _ = tree = micro_batch.sharing.tree or (-micro_batch.index - 1, 0, 0)
+        name, start, *_ = tree = micro_batch.sharing.tree or (-micro_batch.index - 1, 0, 0)
         for span, above in zip(micro_batch.spans, micro_batch.sharing.above, strict=True):
             number, first = span.document.number, span.document.offset
             own = samples[number][first + span.start : first + span.stop]
