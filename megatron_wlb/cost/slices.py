@@ -61,9 +61,6 @@ class Slice(NamedTuple):
     start: int
     stop: int
     length: int
-    states: tuple[int, int] | None = None
-    """How many pieces begin with the state of a layer that has one, and how many states later
-    slices take; None: one each, but for the first slice and the last."""
 
 
 class Unit(NamedTuple):
@@ -76,6 +73,9 @@ class Unit(NamedTuple):
     recomputed: Recomputed = NOTHING
     divided: bool = False
     """Whether context-parallel ranks divide the keys and values of the slice's document."""
+    states: tuple[int, int] | None = None
+    """How many pieces begin with the state of a layer that has one, and how many states and their
+    gradients wait for later units; None: one each, but for a document's first slice and last."""
 
 
 class UnitTable(NamedTuple):
@@ -91,14 +91,14 @@ class UnitTable(NamedTuple):
     stop: Floats
     length: Floats
     begun: Floats
-    """The numbers of :attr:`Slice.states`."""
+    """The numbers of :attr:`Unit.states`."""
     left: Floats
 
     @classmethod
     def of(cls, units: Iterable[Unit]) -> UnitTable:
         rows = []
-        for n, cut, ranks, again, divided in units:
-            _, start, stop, length, states = cut or Slice(0, 0, 0, 0)
+        for n, cut, ranks, again, divided, states in units:
+            _, start, stop, length = cut or (0, 0, 0, 0)
             of_slice = start, stop, length, *(states or (start > 0, stop < length))
             rows.append((n, len(ranks) or 1, again, divided, *of_slice))
         return cls(*np.array(rows, dtype=np.float64).reshape(-1, 9).T)
@@ -192,7 +192,7 @@ class SliceTape:
         if len(whole):
             tape, tokens = self.tape, units.num_tokens[whole]
             peaks = tape.backward_peak_bytes if backward else tape.forward_peak_bytes
-            rows[whole, 1] = peaks(tokens)
+            rows[whole, 1] = peaks(tokens) + self._states(units.some(whole))
         if len(cut):
             some = units.some(cut)
             alive = self._peaks(some, share[cut], held[:, cut], backward)

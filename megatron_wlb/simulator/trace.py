@@ -57,7 +57,7 @@ def program(timelines: Mapping[str, StepTimeline]) -> str:
                 for i in intervals:
                     place = (name, dp_rank, pp_rank, i.action)
                     times = (f"{i.start_us:.3f}", f"{i.stop_us:.3f}")
-                    writer.writerow([*place, *times, *(i.slice or ("",) * 4)[:4]])
+                    writer.writerow([*place, *times, *(i.slice or ("",) * 4)])
     return text.getvalue()
 
 

@@ -233,6 +233,8 @@ def main() -> int:
         return 0
     if flags:
         parser.error(f"unknown flags without --train: {' '.join(flags)}")
+    if args.page and args.rollouts:
+        parser.error("--page has the table of cases; leave out --rollouts")
     made = table(rollouts(args.rollouts) if args.rollouts else cases(), args.hardware)
     if args.page is not None:
         put(args.page, "shared prefixes", made.rstrip())

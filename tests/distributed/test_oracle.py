@@ -339,6 +339,7 @@ CASES = [
     Case(Layout("llama", 1, pp=2), Changed(trees_for, (half_hosted,)), with_small_slabs, TREES),
 ]  # fmt: skip
 FURTHER = [
+    Case(Layout("llama", 3, dp=2, cp=2), sliced_for, workload=BY_SAMPLE),
     Case(Layout("llama", 2, pp=2, vpp=2, cp=2, extra=FULL), divided_for),
     Case(SLICED[-1], Changed(divided_for, (half_recomputed,))),
     Case(Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS), Changed(merged_for, (divided,))),

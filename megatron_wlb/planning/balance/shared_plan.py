@@ -197,14 +197,17 @@ class SharedStep:
         return units
 
     def _fitting(self, paths: Sequence[Path], start: int, stop: int) -> int:
-        """Up to where rows from ``start`` on fit a unit, by the keys that ranks copy."""
-        keys, most, multiple = 0, self.replica.max_tokens, self.replica.scheme.length_multiple
+        """Up to where rows from ``start`` on fit a unit, by keys that ranks copy, and states."""
+        most, multiple = self.replica.max_tokens, self.replica.scheme.length_multiple
+        keys, states = 0, 0
         for path in paths:
             if path.first >= stop:
                 break
-            if path.first + path.document.length > start:
+            if (end := path.first + path.document.length) > start:
                 keys += self.share_of_keys(path.document.offset + path.document.length)
-                if keys > most and path.first >= start + multiple:
+                states += self.shared.rows_of_states
+                count = max(keys, min(end, stop) - start + states)
+                if count > most and path.first >= start + multiple:
                     return path.first // multiple * multiple
         return stop
 

@@ -38,7 +38,7 @@ from megatron_wlb.cost.slices import (
     Unit,
     UnitTable,
 )
-from megatron_wlb.plan import NO_SHARING, Sharing, Span, Units
+from megatron_wlb.plan import NO_SHARING, Sharing, Span, TreePart, Units
 from megatron_wlb.planning.planner import merged_multiple
 
 MOST_ROUNDS = 4
@@ -53,7 +53,8 @@ def unit_of(spans: Sequence[Span], num_tokens: int, sharing: Sharing = NO_SHARIN
     """What memory is counted of: a micro-batch's tokens, and the slice that it runs first, or its
     part of a tree.
     """
-    return Unit(num_tokens, _slice_of(spans, sharing))
+    cut, states = _slice_of(spans, sharing.tree), _states_of(spans, sharing)
+    return Unit(num_tokens, cut, states=states)
 
 
 def rows_seen(
@@ -70,13 +71,23 @@ def rows_seen(
     return np.array(starts, dtype=np.float64), branches
 
 
-def _slice_of(spans: Sequence[Span], sharing: Sharing) -> Slice | None:
-    if (tree := sharing.tree) is not None:
-        ends = [*accumulate([span.length for span in spans], initial=tree.start)]
-        begun = [above[-1].stop for above in sharing.above if above]
-        inner = {row for row in [*begun, *(row for row, _ in tree.left)] if row > tree.start}
-        states = len(begun) + len(inner.difference(ends)), len(tree.left)
-        return Slice(tree.name, tree.start, ends[-1], tree.length, states)
+def _states_of(spans: Sequence[Span], sharing: Sharing) -> tuple[int, int] | None:
+    """See :attr:`.Unit.states`. What several units take waits while the first of its gradients
+    does.
+    """
+    if not sharing.above:
+        return None
+    start, left = (sharing.tree.start, sharing.tree.left) if sharing.tree else (0, ())
+    begun = [above[-1].stop for above in sharing.above if above]
+    cuts = {row for row in [*begun, *(row for row, _ in left)] if row > start}
+    inner = cuts.difference(accumulate([span.length for span in spans], initial=start))
+    return len(begun) + len(inner), sum(min(2, takers) for _, takers in left)
+
+
+def _slice_of(spans: Sequence[Span], tree: TreePart | None) -> Slice | None:
+    if tree is not None:
+        stop = tree.start + sum(span.length for span in spans)
+        return Slice(tree.name, tree.start, stop, tree.length)
     if not spans:
         return None
     document, start, stop = spans[0]
@@ -95,9 +106,10 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
         multiple = merged_multiple(length_multiple, len(ranks))
         multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
         num_tokens = multiples * multiple // (len(ranks) or 1)
-        cut = _slice_of(spans, shared)
+        cut = _slice_of(spans, shared.tree)
         divided = units.divided and cut is not None
-        found.append(Unit(num_tokens, cut, ranks, recomputed, divided))
+        states = _states_of(spans, shared)
+        found.append(Unit(num_tokens, cut, ranks, recomputed, divided, states))
     return found
 
 

@@ -72,9 +72,12 @@ def _mixed(
         begun = [None] * len(level.numbers) if initial is None else torch.split(initial, 1)
         parts = torch.split(own, [*level.rows.lengths], dim=1)
         pieces = zip(parts, level.numbers, begun, strict=True)
-        made = [_piece(rows, *known, halos[at], state, **named) for rows, at, state in pieces]
-        parts, states = zip(*made, strict=True)
-        return torch.cat(parts, dim=1), torch.cat(states)
+        outs, finals = [], []
+        for part, at, state in pieces:
+            out, final = _piece(part, *known, halos[at], state, **named)
+            outs.append(out)
+            finals += [final] if level.is_read else []
+        return torch.cat(outs, dim=1), torch.cat(finals) if finals else None
 
     out = scan.each("scan", rows, run)
     return scan.left("convolution", out, [*seen[branches.behind[:, 1 - taps :]]])

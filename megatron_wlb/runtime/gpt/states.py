@@ -70,10 +70,10 @@ class Level:
     numbers: tuple[int, ...]
     """Of each piece."""
     parents: torch.Tensor | None
-    """``[pieces]`` int64: places in the level before, or in the first one of those among the states
-    taken, and S where one begins with zero. None: all do."""
+    """``[pieces]`` int64: places in the last level before that is read, or without one among the
+    states taken, and S where a piece begins with zero. None: all do."""
     is_read: bool
-    """Whether another piece begins with the state of any."""
+    """Whether other pieces begin with their states, or micro-batches."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[1, T, …] -> [1, n, …]``."""
@@ -97,11 +97,14 @@ class Branches:
 
     rows: ScannedRows
     """All pieces, in the order of their rows."""
+    seen: torch.Tensor
+    """``[n]`` int64: rows that pieces behind them see."""
     before: torch.Tensor
     """``[P, MOST_TAPS]`` int64: the last rows before each on its path, as :meth:`LayerScan.seen`
     has them."""
     levels: tuple[Level, ...]
-    """Last those that neither begin with a state nor leave one."""
+    """By depth, of each those first that no other reads. Last those that neither begin with a state
+    nor leave one."""
     back: torch.Tensor | None
     """``[T]`` int64: where each row is in those of all levels; None where they are in order."""
     taken: tuple[HandedState, ...]
@@ -151,11 +154,11 @@ class Branches:
             depths.append(depth)
         left_by = [numbers[state.row - start] for state in given]
         read = {*parents, *left_by}
-        levels: list[list[int]] = [[] for _ in range(max(depths) + 1)]
         alone: list[int] = []
+        levels: list[list[int]] = [[] for _ in range(2 * max(depths) + 2)]
         for number, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
             is_alone = parent is None and number not in read
-            (alone if is_alone else levels[depth]).append(number)
+            (alone if is_alone else levels[2 * depth + (number in read)]).append(number)
         made, last = [], [*range(-len(taken), 0)]
         for own in filter(len, [*levels, alone]):
             begun = [parents[number] for number in own]
@@ -164,22 +167,30 @@ class Branches:
                 sources = torch.tensor([len(last) if p is None else last.index(p) for p in begun])
             index = _rows_of([pieces[number] for number in own])
             sizes = ScannedRows.of([pieces[n][1] - pieces[n][0] for n in own])
-            made.append(Level(sizes, index, tuple(own), sources, not read.isdisjoint(own)))
-            last = own
+            made.append(Level(sizes, index, tuple(own), sources, own[0] in read))
+            last = own if own[0] in read else last
         order = [number for level in made for number in level.numbers]
         back = None
         if order != sorted(order):
             back = torch.argsort(torch.cat([torch.arange(*pieces[number]) for number in order]))
         behind = [_path_behind(pieces[number], before[number]) for number in left_by]
+        seen = sorted({row for path in (*before, *behind) for row in path if row < ends[-1]})
+        places = {row: place for place, row in enumerate(seen)}
+
+        def placed(paths: Sequence[Sequence[int]]) -> torch.Tensor:
+            rows = [[places.get(row, len(seen) + row - ends[-1]) for row in own] for own in paths]
+            return torch.tensor(rows, dtype=torch.int64).reshape(-1, MOST_TAPS)
+
         return cls(
             ScannedRows.of([stop - at for at, stop in pieces]),
-            torch.tensor(before),
+            torch.tensor(seen, dtype=torch.int64),
+            placed(before),
             tuple(made),
             back,
             tuple(HandedState(start + row, number) for row, number in taken),
             tuple(given),
             tuple(left_by),
-            torch.tensor(behind, dtype=torch.int64).reshape(-1, MOST_TAPS),
+            placed(behind),
         )
 
 
@@ -257,8 +268,8 @@ class LayerScan:
     layer: int
 
     def seen(self, kind: str, rows: torch.Tensor, number: int) -> torch.Tensor:
-        """The rows that convolutions see: ``[1, T, C] -> [n, C]``, these, one of zeros, and those
-        before each state taken.
+        """The rows that convolutions see before pieces: ``[1, T, C] -> [n, C]``, of these, one
+        of zeros, and those before each state taken.
 
         ``kind`` and errors are as in :meth:`taken`. Raises :class:`PlanError`, too, for a larger
         ``number`` of rows above than are known.
@@ -268,9 +279,11 @@ class LayerScan:
                 f"a convolution sees {number} rows above, but {MOST_TAPS} are known; plan whole "
                 "documents, and without shared"
             )
-        padding = 0, 0, MOST_TAPS - number, 0
-        above = [torch.nn.functional.pad(own, padding) for own in self.taken(kind, rows)]
-        return torch.cat([rows[0], torch.zeros_like(rows[0, :1]), *above])
+        branches, padding = self.documents.branches, (0, 0, MOST_TAPS - number, 0)
+        assert branches is not None
+        own = rows[0].index_select(0, branches.seen)
+        above = [torch.nn.functional.pad(state, padding) for state in self.taken(kind, rows)]
+        return torch.cat([own, torch.zeros_like(rows[0, :1]), *above])
 
     def each(
         self,
@@ -281,12 +294,12 @@ class LayerScan:
         """Runs levels, one behind another: ``[1, T, …]``, what all make.
 
         ``run`` takes one and the states that its pieces begin with, ``[pieces, …]``; None: all are
-        zero. It gives what the level makes, ``[1, n, …]``, and the states behind its pieces, which
-        only a level that is read needs. ``kind`` and errors are as in :meth:`taken`.
+        zero. It gives what the level makes, ``[1, n, …]``, and of a level that is read the states
+        behind its pieces. ``kind`` and errors are as in :meth:`taken`.
         """
         branches = self.documents.branches
         assert branches is not None
-        parts, finals = [], dict[int, torch.Tensor]()
+        parts, left = [], dict[int, torch.Tensor]()
         taken = self.taken(kind, anchor)
         states = torch.stack([*taken, torch.zeros_like(taken[0])]) if taken else None
         for level in branches.levels:
@@ -294,14 +307,16 @@ class LayerScan:
             if level.parents is not None:
                 assert states is not None
                 initial = states.index_select(0, level.parents)
-            part, states = run(level, initial)
+            part, finals = run(level, initial)
             parts.append(part)
-            if states is not None:
-                finals.update(zip(level.numbers, states, strict=True))
+            if level.is_read:
+                assert finals is not None
+                states, places = finals, {n: place for place, n in enumerate(level.numbers)}
+                left |= {n: finals[places[n]] for n in branches.left_by if n in places}
         out = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         if branches.back is not None:
             out = out.index_select(1, branches.back)
-        return self.left(kind, out, [finals[number] for number in branches.left_by])
+        return self.left(kind, out, [left[number] for number in branches.left_by])
 
     def taken(self, kind: str, anchor: torch.Tensor) -> list[torch.Tensor]:
         """The S states that micro-batches before have left.

@@ -61,7 +61,7 @@ def test_document_in_three_slices_is_kept_by_hand() -> None:
 def by_layers(memory: MemoryModel, kind: str, unit: Unit) -> float:
     """The most alive in an action of rank 0, operation by operation and buffer by buffer."""
     assert unit.slice is not None
-    _, start, stop, length, *_ = unit.slice
+    _, start, stop, length = unit.slice
     operations = memory.tapes[0][0].operations
     layers = [at for at, o in enumerate(operations) if o.name == "attention"]
     keys = {at: length * KEYS * (kind == "B" or start > 0) for at in layers}
@@ -100,7 +100,7 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
     for action, use, transit in zip(actions, uses, in_transit, strict=True):
         unit = units[action.micro_batch]
         expected = by_layers(memory, action.kind, unit)
-        _, start, stop, *_ = unit.slice or (0, 0, 0)
+        _, start, stop, _ = unit.slice or (0, 0, 0, 0)
         own = 0.0  # what it held before is in both
         if action.kind == "B" or start:
             own += 5000 * (8 // pp_size) * KEYS

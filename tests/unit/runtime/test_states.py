@@ -90,11 +90,13 @@ def test_memory_counts_the_states_that_pieces_begin_with_and_leave() -> None:
             if (tree := m.sharing.tree) is None:
                 continue
             branches = Branches.of(m.lengths, m.sharing.above, tree.start, tree.left)
-            parents = [level.parents for level in branches.levels if level.parents is not None]
-            num_taken = len(branches.taken)
-            at_zero = int((parents[0] == num_taken).sum()) if num_taken else 0
-            begun = sum(map(len, parents)) - at_zero
-            cut = unit_of(m.spans, m.length, m.sharing).slice
-            assert cut is not None and cut.states == (begun, len(branches.left))
-            counted.add(cut.states)
+            begun, of_taken = 0, len(branches.taken)
+            for level in branches.levels:  # where states are read first, some begin with zero
+                parents = [] if level.parents is None else level.parents.tolist()
+                begun += sum(parent != of_taken or not of_taken for parent in parents)
+                of_taken = 0 if level.is_read else of_taken
+            waiting = sum(min(2, state.takers) for state in branches.left)
+            unit = unit_of(m.spans, m.length, m.sharing)
+            assert unit.states == (begun, waiting)
+            counted.add(unit.states)
     assert len(counted) > 5
