@@ -26,7 +26,13 @@ from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import Document, SharedUse, Span, StepPlan, Units
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.target_runs import Runs
-from megatron_wlb.planning.balance.assign import bins_of, laid_out, pack, replica_us
+from megatron_wlb.planning.balance.assign import (
+    bins_of,
+    laid_out,
+    numbers_to_try,
+    pack,
+    replica_us,
+)
 from megatron_wlb.planning.balance.dispatch import Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.balance.numbers import NumberChooser
 from megatron_wlb.planning.balance.replica_costs import LEAST_TOKENS, ReplicaCosts, Scheme
@@ -106,7 +112,7 @@ def plan_step(
     else:
         plan = plan_samples(
             lengths, max_tokens, costs, layout,
-            number=number, equal=equal, groups=group_of, shared=shared, ahead=ahead,
+            number=number, equal=equal, groups=group_of, alike=alike, shared=shared, ahead=ahead,
         )  # fmt: skip
     return plan if targets is None else _with_targets(plan, targets)
 
@@ -141,6 +147,7 @@ def plan_samples(
     number: int | None = None,
     equal: bool = True,
     groups: Sequence[int] | None = None,
+    alike: int = 1,
     shared: SharedPrefixes | None = None,
     ahead: int = 0,
 ) -> StepPlan:
@@ -157,15 +164,32 @@ def plan_samples(
         dispatched = _dispatched(step, replica, layout.dp_size)
         if dispatched != spread:
             ways.append(_packed(step, replica, dispatched, number, equal))
-        if number is not None:  # Across ranks there may be room where on one of them there is none.
-            chooser = NumberChooser(
-                replica, layout.dp_size, max_tokens=lambda _: replica.max_tokens
-            )
-            ways.append(_timed(step, replica, chooser.deal(step, number)))
-    fitting = [way for way in ways if way is not None]
+        # Across ranks there may be room where on one of them there is none; and replicas that share
+        # experts wait less for each other where their micro-batches are alike.
+        numbers = [] if number is None else [number]
+        if number is None and costs.experts is not None:
+            numbers = numbers_to_try(replica, step.us(replica), step.lengths, layout.dp_size)
+        chooser = NumberChooser(
+            replica, layout.dp_size, max_tokens=lambda _: replica.max_tokens, experts=costs.experts
+        )
+        ways += [_timed(step, replica, chooser.deal(step, each)) for each in numbers]
+    samples, order = [sample(*one) for one in enumerate(lengths)], step.order.tolist()
+
+    def units_of(bins: Sequence[Numbers]) -> list[Units]:
+        return [replica.units([[samples[order[n]] for n in own] for own in rank]) for rank in bins]
+
+    pipeline = Pipeline(costs, layout, replica.scheme.length_multiple, alike)
+    meet = costs.experts is not None and equal
+    fitting = [
+        (pipeline.slowest_us(units_of(way[1])) if meet else way[0], way[1])
+        for way in ways
+        if way is not None
+    ]
     if shared is not None and any(shared.common):
         step_shared = SharedStep(shared, lengths, replica, ahead)
         packed = plan_inside(step_shared, layout.dp_size, number)
+        if packed is not None and meet:
+            packed = packed._replace(us=pipeline.slowest_us(packed.units))
         if packed is not None and packed.us < min([us for us, _ in fitting], default=math.inf):
             return plan_of("samples", packed.units, replica)
     if not fitting:
@@ -175,10 +199,7 @@ def plan_samples(
             "num_micro_batches or max_tokens"
         )
     _, best = min(fitting, key=itemgetter(0))
-    samples = [sample(*one) for one in enumerate(lengths)]
-    order = step.order.tolist()
-    ranks = [[[samples[order[n]] for n in own] for own in rank] for rank in best]
-    return plan_of("samples", [replica.units(rank) for rank in ranks], replica)
+    return plan_of("samples", units_of(best), replica)
 
 
 def slice_samples(

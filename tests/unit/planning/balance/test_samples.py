@@ -194,3 +194,18 @@ def test_memory_is_that_of_the_rank_with_the_longest_sample() -> None:
     assert wlb.simulate_step(plan, layout).peak_bytes <= 20 * 2**30
     with pytest.raises(wlb.WLBError, match=r"slices of 32 samples need 13.68 GiB, above 13 GiB"):
         wlb.plan_batch(lengths, **given, memory_gib=13, num_micro_batches=16)
+
+
+def test_replicas_that_share_experts_wait_little_for_each_other() -> None:
+    """Whole samples go no slower than in a number of micro-batches that someone gives."""
+    model, layout = "qwen3-30b-a3b", wlb.Parallelism(pp_size=4, dp_size=4, ep_size=4, etp_size=1)
+    drawn = np.random.default_rng(4).lognormal(np.log(12000), 0.8, 96)
+    lengths = [1024 + int(min(65536, length)) for length in drawn]
+
+    def us(number: int | None) -> float:
+        plan = wlb.plan_batch(
+            lengths, max_tokens=131072, layout=layout, cost=model, num_micro_batches=number
+        )
+        return wlb.simulate_step(plan, layout, model=model).pipeline_us
+
+    assert us(None) < 1.05 * min(map(us, (8, 16, 24, 32)))
