@@ -68,7 +68,7 @@ class Level:
     index: slice | torch.Tensor
     """Their rows in the micro-batch; ``[n]`` int64 where these do not lie together."""
     numbers: tuple[int, ...]
-    """Of each piece."""
+    """The number of each piece."""
     parents: torch.Tensor | None
     """``[pieces]`` int64: places in the last level before that is read, or without one among the
     states taken, and S where a piece begins with zero. None: all do."""
@@ -86,7 +86,7 @@ class HandedState(NamedTuple):
     """The state before a row, which other micro-batches take."""
 
     row: int
-    """Of the document, or of the tree."""
+    """A row of the document, or of the tree."""
     takers: int
     """Documents that do."""
 
