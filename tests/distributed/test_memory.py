@@ -339,6 +339,10 @@ def test_states_that_slices_leave_are_counted(gloo: GlooPool) -> None:
     units = UnitTable.of([Unit(9, Slice(0, a, a + 9, 27)) for a in (0, 9, 18)])
     kept = run_of(case.config, 64, 1).memory.unit_bytes(tape, "F", units)[:, 2]
     assert kept[1] - kept[0] == pytest.approx(sum(found) / num_slices, rel=EXACT)
+    # Branches inside a micro-batch that is no slice.
+    whole = UnitTable.of([Unit(9, states=(2, 0)), Unit(9)])
+    own, none = run_of(case.config, 64, 1).memory.unit_bytes(tape, "F", whole)[:, 1:]
+    assert own - none == pytest.approx([2 * sum(found) / num_slices] * 2, rel=EXACT)
 
 
 def test_longest_micro_batches_fill_the_memory_they_were_made_for(gloo: GlooPool) -> None:

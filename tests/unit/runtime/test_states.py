@@ -10,8 +10,9 @@ import torch
 from helpers.layouts import TREES, Layout
 from helpers.plans import trees_for
 
+from megatron_wlb.plan import Units
 from megatron_wlb.plan.sharding import Sharding
-from megatron_wlb.planning.slicing.room import unit_of
+from megatron_wlb.planning.slicing.room import unit_of, units_of
 from megatron_wlb.runtime.gpt import states
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 from megatron_wlb.runtime.gpt.states import Branches, LayerScan, Level, ScannedDocuments
@@ -98,5 +99,7 @@ def test_memory_counts_the_states_that_pieces_begin_with_and_leave() -> None:
             waiting = sum(min(2, state.takers) for state in branches.left)
             unit = unit_of(m.spans, m.length, m.sharing)
             assert unit.states == (begun, waiting)
+            (same,) = units_of(Units([m.spans], sharing=[m.sharing]), 1)
+            assert same.states == unit.states
             counted.add(unit.states)
     assert len(counted) > 5

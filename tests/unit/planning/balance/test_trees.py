@@ -167,27 +167,28 @@ def test_sharing_never_makes_steps_with_experts_slower() -> None:
     layout = wlb.Parallelism(
         tp_size=1, pp_size=2, dp_size=4, ep_size=4, etp_size=1, sequence_parallel=False
     )
-    for _ in range(3):
+    for slices in (False, True, True):
         lengths = [300 + int(n) for n in random.lognormal(7.5, 1, 40)]
         given = [None if n % 4 == 0 else (n - n % 4, 200) for n in range(40)]
         us = []
         for shared in (None, given):
             plan = wlb.plan_batch(
                 lengths, max_tokens=65536, layout=layout, cost="qwen3-30b-a3b", shared=shared,
-                slices=True,
+                slices=slices,
             )  # fmt: skip
             us.append(wlb.simulate_step(plan, layout, model="qwen3-30b-a3b").pipeline_us)
         assert us[1] < 1.01 * us[0]
 
 
-def test_branches_with_states_have_room_for_these() -> None:
-    samples = group(4096, 512, 16)
+@pytest.mark.parametrize("slices", [False, True])
+def test_branches_with_states_have_room_for_these(slices: bool) -> None:
+    lengths = [4096 + number for number in range(66, 104) for _ in range(16)]
     plan = wlb.plan_batch(
-        list(map(len, samples)), max_tokens=8192, layout=wlb.Parallelism(pp_size=4),
-        cost="qwen3.5-35b-a3b", shared=samples,
+        lengths, max_tokens=8192, layout=wlb.Parallelism(pp_size=4), cost="qwen3.5-35b-a3b",
+        shared=[None, *[(0, 4096)] * (len(lengths) - 1)], slices=slices,
     )  # fmt: skip
-    fullest = max(plan, key=lambda m: len(m.spans))
-    assert fullest.sharing.above and fullest.length + 20 * len(fullest.spans) < 8192
+    assert any(m.sharing.tree for m in plan) == slices
+    assert 6000 < max(m.length + 20 * len(m.spans) for m in plan) < 8192
 
 
 @pytest.mark.parametrize(
