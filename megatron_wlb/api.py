@@ -38,7 +38,6 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.balance.samples import plan_step
-from megatron_wlb.planning.balance.shared_plan import counting_states
 from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.models import load_model, model_names
@@ -200,15 +199,12 @@ def plan_batch(
             raise ConfigError(
                 f"memory_gib is {memory_gib:g}, and cost names no model; give a name, such as 7b"
             )
-    ahead, prefixes = 0, None if shared is None else SharedPrefixes.of(shared, sizes)
+    model, prefixes = None, None if shared is None else SharedPrefixes.of(shared, sizes)
     if isinstance(cost, str):
         run = _run(cost, layout, hardware, max_tokens)
-        ahead = run.shape.num_ahead
-        if prefixes is not None:
-            prefixes = counting_states(prefixes, run.memory)
         if memory_gib is not None:
             memory = replace(run, memory_gib=memory_gib).memory_limit
-        cost, costs = run.cost, run.costs
+        cost, costs, model = run.cost, run.costs, run.memory
     else:
         cost = read_cost(cost, "cost") if isinstance(cost, Path) else cost
         _check(cost=cost)
@@ -218,7 +214,7 @@ def plan_batch(
         sizes, max_tokens, cost, costs, layout,
         slices=slices, number=number, equal=equal_numbers, groups=groups,
         targets=targets, memory=memory, alike=layout.expert_replicas,
-        shared=prefixes, ahead=ahead,
+        shared=prefixes, model=model,
     )  # fmt: skip
 
 

@@ -158,6 +158,15 @@ class SharedUse(NamedTuple):
         return self.document.weight(first, first + stop - start, depth)
 
 
+class HandedState(NamedTuple):
+    """What layers that carry a state hand on between micro-batches: the state before a row."""
+
+    row: int
+    """A row of the document, or of the tree."""
+    takers: int
+    """Documents that go on from there."""
+
+
 class TreePart(NamedTuple):
     """The part of a tree of documents that a micro-batch runs; others, before and behind it in its
     chain, run the rest.
@@ -169,8 +178,8 @@ class TreePart(NamedTuple):
     """The first row."""
     length: int
     """Rows of the whole tree."""
-    left: tuple[tuple[int, int], ...] = ()
-    """Rows before which documents go on from here in later micro-batches, and how many do."""
+    left: tuple[HandedState, ...] = ()
+    """What later micro-batches take of it."""
 
 
 class Sharing(NamedTuple):

@@ -13,7 +13,16 @@ import numpy.typing as npt
 
 from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.cost.slices import HOST, LAYERS, MLPS, NOTHING, Recomputed
-from megatron_wlb.plan import Document, MicroBatchPlan, RowRun, Sharing, Span, StepPlan, TreePart
+from megatron_wlb.plan import (
+    Document,
+    HandedState,
+    MicroBatchPlan,
+    RowRun,
+    Sharing,
+    Span,
+    StepPlan,
+    TreePart,
+)
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.planning.balance.trees import Path, SharedPrefixes, part_of, tree_part
 from megatron_wlb.settings.config import Config
@@ -259,7 +268,7 @@ def one_path_for(config: Config, workload: Workload, world_size: int, step: int)
             return m
         document, start, stop = m.slice
         above = ((RowRun(0, start),),) if start else ((),)
-        left = ((stop, 1),) if stop < document.length else ()
+        left = (HandedState(stop, 1),) if stop < document.length else ()
         sharing = Sharing(above, tree=TreePart(document.number, start, document.length, left))
         return dataclasses.replace(m, sharing=sharing)
 

@@ -14,12 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy.typing as npt
 
 from megatron_wlb.cost import CostModel, Parallelism
-from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.memory import GIB, MemoryModel
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.arrays import array_of
 from megatron_wlb.errors import ConfigError, PackingError
@@ -72,12 +72,13 @@ def plan_step(
     memory: MemoryLimit | None = None,
     alike: int = 1,
     shared: SharedPrefixes | None = None,
-    ahead: int = 0,
+    model: MemoryModel | None = None,
 ) -> StepPlan:
     """Plans a step as :func:`megatron_wlb.plan_batch` says, by the costs of its stages.
 
-    So many neighbouring replicas as are ``alike`` meet in each pass. So many layers predict further
-    ``ahead``. Raises :class:`ConfigError` and :class:`PackingError` as there.
+    So many neighbouring replicas as are ``alike`` meet in each pass. Layers of the ``model`` may
+    predict further ahead, or carry states. Raises :class:`ConfigError` and :class:`PackingError` as
+    there.
     """
     if shared is not None and groups is not None:
         raise ConfigError(
@@ -107,12 +108,12 @@ def plan_step(
     if slices:
         plan = slice_samples(
             lengths, max_tokens, cost, costs, layout,
-            number=number, memory=memory, alike=alike, shared=shared, ahead=ahead,
+            number=number, memory=memory, alike=alike, shared=shared, model=model,
         )  # fmt: skip
     else:
         plan = plan_samples(
             lengths, max_tokens, costs, layout,
-            number=number, equal=equal, groups=group_of, alike=alike, shared=shared, ahead=ahead,
+            number=number, equal=equal, groups=group_of, alike=alike, shared=shared, model=model,
         )  # fmt: skip
     return plan if targets is None else _with_targets(plan, targets)
 
@@ -149,7 +150,7 @@ def plan_samples(
     groups: Sequence[int] | None = None,
     alike: int = 1,
     shared: SharedPrefixes | None = None,
-    ahead: int = 0,
+    model: MemoryModel | None = None,
 ) -> StepPlan:
     """Plans a step of whole samples, as :func:`plan_step` says: each on its own, or with what they
     share once in a micro-batch where that is faster.
@@ -157,13 +158,19 @@ def plan_samples(
     Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
     """
     replica, step = replica_of(costs, layout, max_tokens), StepDocuments(lengths)
+    samples, order = [sample(*one) for one in enumerate(lengths)], step.order.tolist()
+    pipeline = Pipeline(costs, layout, replica.scheme.length_multiple, alike)
+
+    def units_of(bins: Sequence[Numbers]) -> list[Units]:
+        return [replica.units([[samples[order[n]] for n in own] for own in rank]) for rank in bins]
+
     group_of = range(len(lengths)) if groups is None else groups
     spread = _together(step, replica, group_of, layout.dp_size)
-    ways = [_packed(step, replica, spread, number, equal)]
+    ways = _packed(step, replica, spread, number, equal)
     if groups is None:
         dispatched = _dispatched(step, replica, layout.dp_size)
         if dispatched != spread:
-            ways.append(_packed(step, replica, dispatched, number, equal))
+            ways += _packed(step, replica, dispatched, number, equal)
         # Across ranks there may be room where on one of them there is none; and replicas that share
         # experts wait less for each other where their micro-batches are alike.
         numbers = [] if number is None else [number]
@@ -172,24 +179,14 @@ def plan_samples(
         chooser = NumberChooser(
             replica, layout.dp_size, max_tokens=lambda _: replica.max_tokens, experts=costs.experts
         )
-        ways += [_timed(step, replica, chooser.deal(step, each)) for each in numbers]
-    samples, order = [sample(*one) for one in enumerate(lengths)], step.order.tolist()
-
-    def units_of(bins: Sequence[Numbers]) -> list[Units]:
-        return [replica.units([[samples[order[n]] for n in own] for own in rank]) for rank in bins]
-
-    pipeline = Pipeline(costs, layout, replica.scheme.length_multiple, alike)
-    meet = costs.experts is not None and equal
-    fitting = [
-        (pipeline.slowest_us(units_of(way[1])) if meet else way[0], way[1])
-        for way in ways
-        if way is not None
-    ]
+        ways += filter(None, (chooser.deal(step, each) for each in numbers))
+    if costs.experts is None:
+        fitting = [(_step_us(step, replica, bins), bins) for bins in ways]
+    else:  # replicas wait for each other
+        fitting = [(pipeline.slowest_us(units_of(bins)), bins) for bins in ways]
     if shared is not None and any(shared.common):
-        step_shared = SharedStep(shared, lengths, replica, ahead)
-        packed = plan_inside(step_shared, layout.dp_size, number)
-        if packed is not None and meet:
-            packed = packed._replace(us=pipeline.slowest_us(packed.units))
+        step_shared = SharedStep(shared, lengths, replica, model)
+        packed = plan_inside(step_shared, pipeline, layout.dp_size, number)
         if packed is not None and packed.us < min([us for us, _ in fitting], default=math.inf):
             return plan_of("samples", packed.units, replica)
     if not fitting:
@@ -213,7 +210,7 @@ def slice_samples(
     memory: MemoryLimit | None = None,
     alike: int = 1,
     shared: SharedPrefixes | None = None,
-    ahead: int = 0,
+    model: MemoryModel | None = None,
 ) -> StepPlan:
     """Plans a step of slices of samples, as :func:`plan_step` says; or of whole ones, or trees of
     them, that share what they begin with, whichever is fastest.
@@ -238,9 +235,9 @@ def slice_samples(
         peak_bytes = max(memory.peak_bytes(own) if own.spans else 0.0 for own in units)
     fits = memory is None or peak_bytes <= memory.limit_bytes
     if shared is not None and any(shared.common):
-        step, slowest_us = SharedStep(shared, lengths, replica, ahead), slicer.pipeline.slowest_us
+        step, slowest_us = SharedStep(shared, lengths, replica, model), slicer.pipeline.slowest_us
         ways = [
-            _inside(lengths, max_tokens, costs, layout, number, memory, shared, ahead),
+            _inside(step, max_tokens, slicer.pipeline, number),
             plan_trees(step, slicer.pipeline, layout.dp_size, number),
         ]
         timed = [(slowest_us(way.units), way.units) for way in ways if way is not None]
@@ -257,22 +254,16 @@ def slice_samples(
 
 
 def _inside(
-    lengths: Sequence[int],
-    max_tokens: int,
-    costs: StepCosts,
-    layout: Parallelism,
-    number: int | None,
-    memory: MemoryLimit | None,
-    shared: SharedPrefixes,
-    ahead: int,
+    step: SharedStep, max_tokens: int, pipeline: Pipeline, number: int | None
 ) -> SharedPlan | None:
     """Samples that share inside micro-batches, of as many tokens as fit memory."""
+    layout, memory = pipeline.layout, pipeline.memory
     if memory is not None:
         max_tokens = min(max_tokens, _fitting(memory, layout))
-    if max(lengths) > max_tokens:
+    if max(step.lengths) > max_tokens:
         return None
-    step = SharedStep(shared, lengths, replica_of(costs, layout, max_tokens), ahead)
-    return plan_inside(step, layout.dp_size, number)
+    fitting = replace(step, replica=replica_of(pipeline.costs, layout, max_tokens))
+    return plan_inside(fitting, pipeline, layout.dp_size, number)
 
 
 def _fitting(memory: MemoryLimit, layout: Parallelism) -> int:
@@ -309,29 +300,23 @@ def _dispatched(step: StepDocuments, costs: ReplicaCosts, dp_size: int) -> Numbe
     return ranks
 
 
-Timed: TypeAlias = tuple[float, list[Numbers]]
-"""The simulated time of a step and ``[dp_size][micro-batches]`` of samples."""
-
-
 def _packed(
     step: StepDocuments, costs: ReplicaCosts, ranks: Numbers, number: int | None, equal: bool
-) -> Timed | None:
-    """Each rank's samples in micro-batches; None where a given ``number`` has no room for them."""
+) -> list[list[Numbers]]:
+    """Each rank's samples in micro-batches: ``[ways][dp_size][micro-batches]``. There is no way
+    where a given ``number`` has no room for them.
+    """
     if number is not None:
         bins = [bins_of(step, costs, own, number) for own in ranks]
-        return _timed(step, costs, bins if max(map(len, bins)) == number else None)
+        return [bins] if max(map(len, bins)) == number else []
     packed = iter(pack(step, costs, [own for own in ranks if own], 0.0))
     bins = [next(packed).bins if own else [] for own in ranks]
     if not equal:
-        return _timed(step, costs, bins)
+        return [bins]
     # What is packed is as if so many had been asked for.
     known = {(at, len(own)): own for at, own in enumerate(bins) if own}
     numbers = {_alike(step, costs, ranks, len(own), known) for own in bins if own}
-    alike = [
-        _timed(step, costs, [known[at, number] for at in range(len(ranks))])
-        for number in sorted(numbers)
-    ]
-    return min((one for one in alike if one is not None), key=itemgetter(0))
+    return [[known[at, number] for at in range(len(ranks))] for number in sorted(numbers)]
 
 
 def _alike(
@@ -352,10 +337,6 @@ def _alike(
         if most == least:
             return most
         least = most
-
-
-def _timed(step: StepDocuments, costs: ReplicaCosts, bins: list[Numbers] | None) -> Timed | None:
-    return None if bins is None else (_step_us(step, costs, bins), bins)
 
 
 def _step_us(step: StepDocuments, costs: ReplicaCosts, ranks: Sequence[Numbers]) -> float:

@@ -19,7 +19,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, zip_longest
 from operator import itemgetter
@@ -76,8 +76,26 @@ class SharedStep:
     shared: SharedPrefixes
     lengths: Sequence[int]
     replica: ReplicaCosts
-    ahead: int = 0
-    """Layers that predict further ahead."""
+    model: MemoryModel | None
+    """Whose layers may predict further ahead, or carry states; None: no layer does."""
+
+    @property
+    def ahead(self) -> int:
+        """Layers that predict further ahead."""
+        return 0 if self.model is None else self.model.shape.num_ahead
+
+    @cached_property
+    def rows_of_states(self) -> int:
+        """Rows whose activations take as much memory as the states that a branch has: one of its
+        own and one of what it branches off.
+        """
+        if self.model is None:
+            return 0
+        rows = [0.0]
+        for chunks in self.model.tapes:
+            states = sum(o.state for tape in chunks for o in tape.operations if not o.inner)
+            rows.append(2 * states / sum(tape.saved_per_token for tape in chunks) if states else 0)
+        return math.ceil(max(rows))
 
     @cached_property
     def samples(self) -> list[tuple[int, int, int, float, float]]:
@@ -121,7 +139,7 @@ class SharedStep:
         own: list[int] = []
         us, num_tokens = 0.0, 0
         for number, before, size, own_us, whole_us in self.samples:
-            more = max(size - before, self.share_of_keys(size)) + self.shared.rows_of_states
+            more = max(size - before, self.share_of_keys(size)) + self.rows_of_states
             if own and before and us + own_us <= most_us and num_tokens + more <= max_tokens:
                 own.append(number)
                 us, num_tokens = us + own_us, num_tokens + more
@@ -205,7 +223,7 @@ class SharedStep:
                 break
             if (end := path.first + path.document.length) > start:
                 keys += self.share_of_keys(path.document.offset + path.document.length)
-                states += self.shared.rows_of_states
+                states += self.rows_of_states
                 count = max(keys, min(end, stop) - start + states)
                 if count > most and path.first >= start + multiple:
                     return path.first // multiple * multiple
@@ -219,7 +237,9 @@ class SharedPlan(NamedTuple):
     units: list[Units]
 
 
-def plan_inside(step: SharedStep, dp_size: int, number: int | None = None) -> SharedPlan | None:
+def plan_inside(
+    step: SharedStep, pipeline: Pipeline, dp_size: int, number: int | None = None
+) -> SharedPlan | None:
     """The fastest plan of samples that share prefixes inside micro-batches, in simulation.
 
     Trees are cut in runs of at most a share of a micro-batch's work (:data:`CUTS`), which go to
@@ -255,7 +275,10 @@ def plan_inside(step: SharedStep, dp_size: int, number: int | None = None) -> Sh
         numbers[each] += 1
         if numbers[each] > SIMULATED or len(numbers) > SIMULATED_NUMBERS:
             continue
-        us = max(step.inside_us(own) for own in ranks)
+        if pipeline.costs.experts is None:
+            us = max(step.inside_us(own) for own in ranks)
+        else:  # replicas wait for each other
+            us = pipeline.slowest_us([step.inside(own) for own in ranks])
         if best is None or us < best[0]:
             best = us, ranks
     if best is None:
@@ -387,19 +410,6 @@ def _dealt(
     slowest_us = max(load_us for _, load_us, _ in loads) + each * each_us
     slowest_us += replica.warm_up * (max(found.loads_us) + each_us)
     return slowest_us, [running_order(own, replica) for own in ranks]
-
-
-def counting_states(shared: SharedPrefixes, memory: MemoryModel) -> SharedPrefixes:
-    """The same for a model whose layers carry a state through samples: a branch counts its states,
-    one of its own and one of what it branches off.
-    """
-    layers = [[o for tape in chunks for o in tape.operations] for chunks in memory.tapes]
-    states = [2 * sum(o.state for o in rank if not o.inner) for rank in layers]
-    if not any(o.state for rank in layers for o in rank):
-        return shared
-    per_token = [sum(tape.saved_per_token for tape in chunks) for chunks in memory.tapes]
-    rows = max(own / each for own, each in zip(states, per_token, strict=True))
-    return replace(shared, rows_of_states=math.ceil(rows))
 
 
 def check_shared(config: Config) -> None:

@@ -21,7 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.plan import Document, RowRun, SharedUse, Sharing, Span, TreePart
+from megatron_wlb.plan import (
+    Document,
+    HandedState,
+    RowRun,
+    SharedUse,
+    Sharing,
+    Span,
+    TreePart,
+)
 from megatron_wlb.reading import shown
 
 LEAST_SHARED = 64
@@ -47,8 +55,6 @@ class SharedPrefixes:
     with that one: depth first."""
     common: Sequence[int]
     """``[samples]``: leading tokens that each, in this order, shares with the one before it."""
-    rows_of_states: int = 0
-    """Rows whose activations take as much memory as the states that a branch has."""
 
     @classmethod
     def found(cls, samples: Sequence[Tokens], least: int = LEAST_SHARED) -> SharedPrefixes:
@@ -226,9 +232,9 @@ def tree_part(paths: Sequence[Path], start: int, stop: int) -> TreePart:
     first, last = paths[0].document, paths[-1]
     taken = [path.above[-1].stop for path in paths if path.above and path.first >= stop]
     taken += [stop for path in paths if path.first < stop < path.first + path.document.length]
-    left = Counter(row for row in taken if start < row <= stop)
-    num_rows = last.first + last.document.length
-    return TreePart(first.number, start, num_rows, tuple(sorted(left.items())))
+    takers = Counter(row for row in taken if start < row <= stop)
+    left = tuple(HandedState(*state) for state in sorted(takers.items()))
+    return TreePart(first.number, start, last.first + last.document.length, left)
 
 
 def refuse_sharing(

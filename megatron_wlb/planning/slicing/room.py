@@ -53,8 +53,7 @@ def unit_of(spans: Sequence[Span], num_tokens: int, sharing: Sharing = NO_SHARIN
     """What memory is counted of: a micro-batch's tokens, and the slice that it runs first, or its
     part of a tree.
     """
-    cut, states = _slice_of(spans, sharing.tree), _states_of(spans, sharing)
-    return Unit(num_tokens, cut, states=states)
+    return Unit(num_tokens, _slice_of(spans, sharing.tree), states=_states_of(spans, sharing))
 
 
 def rows_seen(
@@ -79,9 +78,9 @@ def _states_of(spans: Sequence[Span], sharing: Sharing) -> tuple[int, int] | Non
         return None
     start, left = (sharing.tree.start, sharing.tree.left) if sharing.tree else (0, ())
     begun = [above[-1].stop for above in sharing.above if above]
-    cuts = {row for row in [*begun, *(row for row, _ in left)] if row > start}
+    cuts = {row for row in [*begun, *(state.row for state in left)] if row > start}
     inner = cuts.difference(accumulate([span.length for span in spans], initial=start))
-    return len(begun) + len(inner), sum(min(2, takers) for _, takers in left)
+    return len(begun) + len(inner), sum(min(2, state.takers) for state in left)
 
 
 def _slice_of(spans: Sequence[Span], tree: TreePart | None) -> Slice | None:
@@ -106,10 +105,9 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
         multiple = merged_multiple(length_multiple, len(ranks))
         multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
         num_tokens = multiples * multiple // (len(ranks) or 1)
-        cut = _slice_of(spans, shared.tree)
-        divided = units.divided and cut is not None
-        states = _states_of(spans, shared)
-        found.append(Unit(num_tokens, cut, ranks, recomputed, divided, states))
+        unit = unit_of(spans, num_tokens, shared)
+        divided = units.divided and unit.slice is not None
+        found.append(unit._replace(ranks=ranks, recomputed=recomputed, divided=divided))
     return found
 
 

@@ -22,7 +22,7 @@ from megatron_wlb.data.targets import targets_of
 from megatron_wlb.errors import ConfigError, TrainingError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.balance.samples import plan_step
-from megatron_wlb.planning.balance.shared_plan import check_shared, counting_states
+from megatron_wlb.planning.balance.shared_plan import check_shared
 from megatron_wlb.planning.balance.trees import SharedPrefixes
 from megatron_wlb.planning.from_config import (
     check_positions,
@@ -72,8 +72,7 @@ class SampleTrainer:
         run = run_of(config, padded, dp_size, cost=self._cost)
         self._costs = run.planning_costs(config.wlb.wlb_cost == "analytic")
         self._memory = None if config.wlb.wlb_memory_gib is None else run.memory_limit
-        self._alike, self._ahead = run.alike, run.shape.num_ahead
-        self._memory_model = run.memory
+        self._alike, self._memory_model = run.alike, run.memory
         self.layout = parallelism(config, dp_size)
         self._max_tokens = max_tokens(config, run)
 
@@ -109,11 +108,11 @@ class SampleTrainer:
         prefixes = None
         if shared:
             check_shared(self.config)
-            prefixes = counting_states(SharedPrefixes.found(corpus.stored), self._memory_model)
+            prefixes = SharedPrefixes.found(corpus.stored)
         plan = plan_step(
             corpus.lengths.tolist(), self._max_tokens, self._cost, self._costs, self.layout,
             slices=kind_of(self.config.wlb.wlb_packing).slices, groups=groups, targets=targets,
-            memory=self._memory, alike=self._alike, shared=prefixes, ahead=self._ahead,
+            memory=self._memory, alike=self._alike, shared=prefixes, model=self._memory_model,
         )  # fmt: skip
         return SampleBatch(corpus, plan)
 

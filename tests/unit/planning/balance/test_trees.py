@@ -211,6 +211,7 @@ def test_trees_of_models_with_states_and_experts(cost: str, layout: wlb.Parallel
         for slices in (False, True)
     )
     assert any(m.sharing.tree for m in trees) and len(set(trees.chains)) == 1
+    assert any(not m.length for m in trees) == (layout.dp_size > 1)
     assert sorted(document.number for document in trees.documents) == [*range(number)]
     check_chains(trees)
     us = [wlb.simulate_step(plan, layout, model=cost).pipeline_us for plan in (inside, trees)]
