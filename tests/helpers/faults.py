@@ -362,7 +362,9 @@ def share_no_states(_runner: Any) -> Any:
     from megatron_wlb.runtime.gpt import states
 
     right = states.Branches.of
-    wrong = staticmethod(lambda lengths, *_: right(right(lengths, *_).rows.lengths))
+    wrong = staticmethod(
+        lambda lengths, *given: right(right(lengths, *given).rows.lengths, given[0])
+    )
     return mock.patch.object(states.Branches, "of", wrong)
 
 

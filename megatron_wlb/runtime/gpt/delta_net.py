@@ -38,6 +38,7 @@ class DocumentGatedDeltaNet(ScansDocuments, GatedDeltaNet):  # type: ignore[misc
             )
         kwargs.pop("cp_comm_type", None)  # which layers are given, and 0.18 does not take
         super().__init__(config, *args, **kwargs)
+        self.scan_taps = self.conv_kernel_dim
         rule = vars(self)["gated_delta_rule"]
         self.gated_delta_rule = lambda *args, **kwargs: _rule(rule, *args, **kwargs)
         look_up(_LAYER, "causal_conv1d", _convolution, _EXCHANGE)

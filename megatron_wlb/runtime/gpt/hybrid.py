@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -61,7 +62,7 @@ def attentions_of(gpt: Any) -> list[Any]:
         mixer = mixer_of(layer)
         if hasattr(mixer, "core_attention"):
             found.append(mixer)
-        elif _scans(mixer):
+        elif _taps(mixer):
             continue
         elif not (isinstance(layer, TransformerLayer) and isinstance(mixer, IdentityOp)):
             kind = type(layer if mixer is None else mixer).__name__
@@ -72,11 +73,12 @@ def attentions_of(gpt: Any) -> list[Any]:
     return found
 
 
-def has_states(gpt: Any) -> bool:
-    """Whether any layer of a chunk carries a state through documents."""
-    return any(_scans(mixer_of(layer)) for layer in layers_of(gpt))
+def scan_taps_of(gpts: Iterable[Any]) -> int:
+    """The most taps of layers that carry a state through documents; 0 where none does."""
+    return max((_taps(mixer_of(layer)) for gpt in gpts for layer in layers_of(gpt)), default=0)
 
 
-def _scans(mixer: Any) -> bool:
-    """Whether it is a :class:`megatron_wlb.runtime.gpt.states.ScansDocuments`."""
-    return getattr(mixer, "scans_documents", False) is True
+def _taps(mixer: Any) -> int:
+    """Of a :class:`megatron_wlb.runtime.gpt.states.ScansDocuments`; 0 if it is none."""
+    taps: int = getattr(mixer, "scan_taps", 0)
+    return taps

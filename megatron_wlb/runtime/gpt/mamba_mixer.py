@@ -34,6 +34,7 @@ class DocumentMambaMixer(ScansDocuments, MambaMixer):  # type: ignore[misc]
                 "documents; leave it out"
             )
         super().__init__(config, *args, **kwargs)
+        self.scan_taps = self.d_conv
         look_up(mamba_mixer, "mamba_split_conv1d_scan_combined", _mixed, mamba_context_parallel)
 
 

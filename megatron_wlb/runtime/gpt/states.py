@@ -11,7 +11,8 @@ may take; its gradient is the sum of theirs. Each is scanned in pieces, from bra
 whose states are known run in one call (:class:`Branches`).
 
 Legend: ``T`` tokens of the micro-batch over all context-parallel ranks, ``P`` pieces of its
-documents, ``S`` states that it takes of micro-batches before, ``L`` that it leaves to later ones.
+documents, ``S`` states that it takes of micro-batches before, ``L`` that it leaves to later ones,
+``W`` the most taps of a convolution.
 """
 
 from __future__ import annotations
@@ -21,24 +22,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import NO_SHARING, RowRun, Sharing
+from megatron_wlb.plan import NO_SHARING, HandedState, RowRun, Sharing
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.gpt.attention.slice_attention import KVSlice, SliceStore
 
 Name: TypeAlias = tuple[tuple[int, int], int, str, int]
 """A state's document, layer, kind and the token before which it stands."""
-
-
-MOST_TAPS = 8
-"""The most taps of a convolution, whose first ones see rows above."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +79,6 @@ class Level:
         return tensor.index_select(1, self.index)
 
 
-class HandedState(NamedTuple):
-    """The state before a row, which other micro-batches take."""
-
-    row: int
-    """A row of the document, or of the tree."""
-    takers: int
-    """Documents that do."""
-
-
 @dataclass(frozen=True)
 class Branches:
     """How documents are scanned that begin with states, or leave some."""
@@ -100,8 +88,8 @@ class Branches:
     seen: torch.Tensor
     """``[n]`` int64: rows that pieces behind them see."""
     before: torch.Tensor
-    """``[P, MOST_TAPS]`` int64: the last rows before each on its path, as :meth:`LayerScan.seen`
-    has them."""
+    """``[P, W]`` int64: the last rows before each on its path, as :meth:`LayerScan.seen` has
+    them."""
     levels: tuple[Level, ...]
     """By depth, of each those first that no other reads. Last those that neither begin with a state
     nor leave one."""
@@ -109,29 +97,29 @@ class Branches:
     """``[T]`` int64: where each row is in those of all levels; None where they are in order."""
     taken: tuple[HandedState, ...]
     left: tuple[HandedState, ...]
-    left_by: tuple[int, ...]
-    """``[L]``: the piece behind which each stands."""
+    left_by: tuple[tuple[int, int], ...]
+    """``[L]``: the level of the piece behind which each stands, and its place there."""
     behind: torch.Tensor
-    """``[L, MOST_TAPS]``: the last rows before each, as ``before``."""
+    """``[L, W]``: the last rows before each, as ``before``."""
 
     @classmethod
     def of(
         cls,
         lengths: Sequence[int],
+        taps: int,
         above: Sequence[Sequence[RowRun]] = (),
         start: int = 0,
-        left: Sequence[tuple[int, int]] = (),
+        left: Sequence[HandedState] = (),
     ) -> Branches:
-        """On the host. ``above`` is :attr:`.Sharing.above` of the first documents, whose first row
-        is ``start`` there; ``left`` is :attr:`.TreePart.left`.
+        """On the host. ``taps`` are W. ``above`` is :attr:`.Sharing.above` of the first documents,
+        whose first row is ``start`` there; ``left`` is :attr:`.TreePart.left`.
         """
         ends = [0, *accumulate(lengths)]
         up = {at: runs[-1].stop - start for at, runs in zip(ends, above, strict=False) if runs}
         taken = sorted(Counter(row for row in up.values() if row <= 0).items())
         places_of_taken = {row: place for place, (row, _) in enumerate(taken)}
         first = {*ends}
-        given = [HandedState(*state) for state in left]
-        cuts = {*up.values(), *(state.row - start for state in given)}
+        cuts = {*up.values(), *(state.row - start for state in left)}
         edges = sorted(first | {row for row in cuts if row > 0})
         pieces = [*pairwise(edges)]
         numbers = {stop: number for number, (_, stop) in enumerate(pieces)}
@@ -140,11 +128,11 @@ class Branches:
         depths: list[int] = []
         for at, _ in pieces:
             row = up.get(at, at)
-            parent, path, depth = None, [ends[-1]] * MOST_TAPS, 0
+            parent, path, depth = None, [ends[-1]] * taps, 0
             if at in up and row <= 0:
                 parent = places_of_taken[row] - len(taken)
-                rows_taken = ends[-1] + 1 + MOST_TAPS * places_of_taken[row]
-                path = [*range(rows_taken, rows_taken + MOST_TAPS)]
+                rows_taken = ends[-1] + 1 + taps * places_of_taken[row]
+                path = [*range(rows_taken, rows_taken + taps)]
             elif at in up or at not in first:
                 parent = numbers[row]
                 path = _path_behind(pieces[parent], before[parent])
@@ -152,7 +140,7 @@ class Branches:
             parents.append(parent)
             before.append(path)
             depths.append(depth)
-        left_by = [numbers[state.row - start] for state in given]
+        left_by = [numbers[state.row - start] for state in left]
         read = {*parents, *left_by}
         alone: list[int] = []
         levels: list[list[int]] = [[] for _ in range(2 * max(depths) + 2)]
@@ -174,12 +162,13 @@ class Branches:
         if order != sorted(order):
             back = torch.argsort(torch.cat([torch.arange(*pieces[number]) for number in order]))
         behind = [_path_behind(pieces[number], before[number]) for number in left_by]
+        where = {n: (at, place) for at, o in enumerate(made) for place, n in enumerate(o.numbers)}
         seen = sorted({row for path in (*before, *behind) for row in path if row < ends[-1]})
         places = {row: place for place, row in enumerate(seen)}
 
         def placed(paths: Sequence[Sequence[int]]) -> torch.Tensor:
             rows = [[places.get(row, len(seen) + row - ends[-1]) for row in own] for own in paths]
-            return torch.tensor(rows, dtype=torch.int64).reshape(-1, MOST_TAPS)
+            return torch.tensor(rows, dtype=torch.int64).reshape(-1, taps)
 
         return cls(
             ScannedRows.of([stop - at for at, stop in pieces]),
@@ -188,16 +177,16 @@ class Branches:
             tuple(made),
             back,
             tuple(HandedState(start + row, number) for row, number in taken),
-            tuple(given),
-            tuple(left_by),
+            tuple(left),
+            tuple(where[number] for number in left_by),
             placed(behind),
         )
 
 
 def _path_behind(piece: tuple[int, int], before: Sequence[int]) -> list[int]:
-    """The last rows before what begins behind a piece."""
+    """The last rows before what begins behind a piece, as many as ``before`` it."""
     start, stop = piece
-    return [*before, *range(max(start, stop - MOST_TAPS), stop)][-MOST_TAPS:]
+    return [*before, *range(max(start, stop - len(before)), stop)][-len(before) :]
 
 
 def _rows_of(pieces: Sequence[tuple[int, int]]) -> slice | torch.Tensor:
@@ -232,10 +221,11 @@ class ScannedDocuments:
         lengths: Sequence[int],
         cp_size: int,
         sharding: Sharding,
+        taps: int,
         cut: KVSlice | None = None,
         sharing: Sharing = NO_SHARING,
     ) -> ScannedDocuments:
-        """On the host."""
+        """On the host. Convolutions have at most so many ``taps``."""
         order = back = None
         if cp_size > 1:
             tokens = tokens_of_ranks(lengths, cp_size, sharding)
@@ -245,10 +235,10 @@ class ScannedDocuments:
         left = sharing.tree.left if sharing.tree else ()
         if cut is not None and not cut.of_tree:  # a tree of one path
             above = [[RowRun(0, cut.start)]] if cut.start else ()
-            left = ((cut.stop, 1),) if cut.stop < cut.length else ()
+            left = (HandedState(cut.stop, 1),) if cut.stop < cut.length else ()
         branches = None
         if any(above) or left:
-            branches = Branches.of(lengths, above, 0 if cut is None else cut.start, left)
+            branches = Branches.of(lengths, taps, above, 0 if cut is None else cut.start, left)
         return cls(ScannedRows.of(lengths), numbers, order, back, cut, branches)
 
 
@@ -269,18 +259,13 @@ class LayerScan:
 
     def seen(self, kind: str, rows: torch.Tensor, number: int) -> torch.Tensor:
         """The rows that convolutions see before pieces: ``[1, T, C] -> [n, C]``, of these, one
-        of zeros, and those before each state taken.
+        of zeros, and those before each state taken, which keeps a ``number`` of them.
 
-        ``kind`` and errors are as in :meth:`taken`. Raises :class:`PlanError`, too, for a larger
-        ``number`` of rows above than are known.
+        ``kind`` and errors are as in :meth:`taken`.
         """
-        if number > MOST_TAPS:
-            raise PlanError(
-                f"a convolution sees {number} rows above, but {MOST_TAPS} are known; plan whole "
-                "documents, and without shared"
-            )
-        branches, padding = self.documents.branches, (0, 0, MOST_TAPS - number, 0)
+        branches = self.documents.branches
         assert branches is not None
+        padding = 0, 0, branches.before.shape[1] - number, 0
         own = rows[0].index_select(0, branches.seen)
         above = [torch.nn.functional.pad(state, padding) for state in self.taken(kind, rows)]
         return torch.cat([own, torch.zeros_like(rows[0, :1]), *above])
@@ -299,10 +284,10 @@ class LayerScan:
         """
         branches = self.documents.branches
         assert branches is not None
-        parts, left = [], dict[int, torch.Tensor]()
+        parts, left = [], dict[tuple[int, int], torch.Tensor]()
         taken = self.taken(kind, anchor)
         states = torch.stack([*taken, torch.zeros_like(taken[0])]) if taken else None
-        for level in branches.levels:
+        for number, level in enumerate(branches.levels):
             initial = None
             if level.parents is not None:
                 assert states is not None
@@ -311,12 +296,12 @@ class LayerScan:
             parts.append(part)
             if level.is_read:
                 assert finals is not None
-                states, places = finals, {n: place for place, n in enumerate(level.numbers)}
-                left |= {n: finals[places[n]] for n in branches.left_by if n in places}
+                states = finals
+                left |= {by: finals[by[1]] for by in branches.left_by if by[0] == number}
         out = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         if branches.back is not None:
             out = out.index_select(1, branches.back)
-        return self.left(kind, out, [left[number] for number in branches.left_by])
+        return self.left(kind, out, [left[by] for by in branches.left_by])
 
     def taken(self, kind: str, anchor: torch.Tensor) -> list[torch.Tensor]:
         """The S states that micro-batches before have left.
@@ -417,8 +402,8 @@ class ScansDocuments:
     """
 
     layer_number: int
-    scans_documents = True
-    """By which it is known without this module."""
+    scan_taps: int
+    """Taps of its convolution. By this it is known without this module."""
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any

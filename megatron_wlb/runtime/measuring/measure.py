@@ -28,7 +28,7 @@ from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.runtime.device_clock import Clock
 from megatron_wlb.runtime.gpt.attention.document_attention import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
-from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of, has_states, layers_of
+from megatron_wlb.runtime.gpt.hybrid import attentions_of, depths_of, layers_of, scan_taps_of
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead, take_losses
 from megatron_wlb.runtime.gpt.states import ScannedDocuments
@@ -214,9 +214,9 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
     assert params.positions is not None
     num_tokens, position_ids = len(params.positions), params.positions[None]
     params = replace(params, routed=RoutedTokens.padding(num_tokens, device))
-    if any(map(has_states, model.gpts)):
+    if taps := scan_taps_of(model.gpts):
         shard = _shard(model)
-        scanned = ScannedDocuments.of(lengths, shard["cp_size"], shard["sharding"], None)
+        scanned = ScannedDocuments.of(lengths, shard["cp_size"], shard["sharding"], taps)
         params = replace(params, scanned=mapped(scanned, lambda tensor: tensor.to(device)))
     tokens = torch.randint(0, vocab_size, (1, num_tokens), device=device)
     local = num_tokens // (model.groups.tp.size() if config.sequence_parallel else 1)

@@ -176,8 +176,8 @@ class BatchBuilder:
     they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`.
     ``num_ahead`` layers predict further ahead (:mod:`megatron_wlb.runtime.gpt.prediction`). With
     ``has_experts`` batches tell routers of the step, which :meth:`begin` must have been given.
-    With ``has_states`` batches tell layers that carry states where documents are. ``loss`` replaces
-    cross-entropy.
+    With ``scan_taps``, the most of any, batches tell layers that carry states where documents are.
+    ``loss`` replaces cross-entropy.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class BatchBuilder:
         reach_tokens: int | None = None,
         num_ahead: int = 0,
         has_experts: bool = False,
-        has_states: bool = False,
+        scan_taps: int = 0,
         loss: LossFunction | None = None,
     ) -> None:
         self.corpora = corpora
@@ -208,7 +208,7 @@ class BatchBuilder:
         """What a label of each depth counts; who runs a step weighs them."""
         self.step_targets: float = 0
         self.has_experts = has_experts
-        self.has_states = has_states
+        self.scan_taps = scan_taps
         self.loss = loss
         self._step: StepPlan | None = None
         self.slices = SliceStore()
@@ -361,9 +361,9 @@ class BatchBuilder:
                 assert self._step is not None, "who runs a step begins it"
                 routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
-            if self.has_states:
-                given = plan.lengths, self.cp_size, plan.sharding, params.slice, plan.sharing
-                scanned = load("states").of(*given)
+            if self.scan_taps:
+                given = plan.lengths, self.cp_size, plan.sharding, self.scan_taps
+                scanned = load("states").of(*given, params.slice, plan.sharing)
                 params = replace(params, scanned=scanned)
             known = self._latest[plan.index] = (plan, local, mapped(params, self._host.pinned))
         return known[1:]

@@ -35,7 +35,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planning.from_config import run_of
 from megatron_wlb.runtime.gpt.attention.document_attention import model_reach
 from megatron_wlb.runtime.gpt.build import Model, has_head_start
-from megatron_wlb.runtime.gpt.hybrid import has_states
+from megatron_wlb.runtime.gpt.hybrid import scan_taps_of
 from megatron_wlb.runtime.gpt.prediction import take_losses
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.hosts import Hosts
@@ -157,7 +157,7 @@ class StepRunner:
             reach_tokens=model_reach(model.config),
             num_ahead=model.config.mtp_num_layers or 0,
             has_experts=model.config.num_moe_experts is not None,
-            has_states=any(map(has_states, model.gpts)),
+            scan_taps=scan_taps_of(model.gpts),
             loss=None if config.wlb.wlb_loss is None else load_loss(config.wlb.wlb_loss),
         )
         return cls(

@@ -32,7 +32,7 @@ def scans(store: SliceStore) -> Iterator[LayerScan]:
     def scan(start: int, stop: int) -> LayerScan:
         cut = KVSlice(store, (0, 0), start, stop, LENGTH)
         lengths = stop - start, *OTHERS
-        return LayerScan(ScannedDocuments.of(lengths, 1, Sharding("per-document"), cut), 1)
+        return LayerScan(ScannedDocuments.of(lengths, 1, Sharding("per-document"), 4, cut), 1)
 
     return map(scan, (0, LENGTH // 2), (LENGTH // 2, LENGTH))
 
@@ -90,7 +90,7 @@ def test_memory_counts_the_states_that_pieces_begin_with_and_leave() -> None:
         for m in trees_for(layout.config, TREES, layout.world_size, step):
             if (tree := m.sharing.tree) is None:
                 continue
-            branches = Branches.of(m.lengths, m.sharing.above, tree.start, tree.left)
+            branches = Branches.of(m.lengths, 4, m.sharing.above, tree.start, tree.left)
             begun, of_taken = 0, len(branches.taken)
             for level in branches.levels:  # where states are read first, some begin with zero
                 parents = [] if level.parents is None else level.parents.tolist()
