@@ -174,7 +174,7 @@ def each(layouts: Iterable[Layout], *given: Any, **named: Any) -> list[Case]:
 
 CASES = [
     *each(WHOLE),
-    *each(SLICED, sliced_for),
+    *each(SLICED[:-1], sliced_for),
     *each(MERGED, merged_for),
     # Of unlike numbers of micro-batches from step to step.
     *each([
