@@ -275,15 +275,15 @@ def plan_inside(
         numbers[each] += 1
         if numbers[each] > SIMULATED or len(numbers) > SIMULATED_NUMBERS:
             continue
-        if pipeline.costs.experts is None:
-            us = max(step.inside_us(own) for own in ranks)
-        else:  # replicas wait for each other
-            us = pipeline.slowest_us([step.inside(own) for own in ranks])
+        us = max(step.inside_us(own) for own in ranks)
         if best is None or us < best[0]:
             best = us, ranks
     if best is None:
         return None
-    return SharedPlan(best[0], [step.inside(own) for own in best[1]])
+    us, units = best[0], [step.inside(own) for own in best[1]]
+    if pipeline.costs.experts is not None:  # replicas wait for each other
+        us = pipeline.slowest_us(units)
+    return SharedPlan(us, units)
 
 
 def plan_trees(
