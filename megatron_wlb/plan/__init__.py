@@ -159,10 +159,9 @@ class SharedUse(NamedTuple):
 
 
 class HandedState(NamedTuple):
-    """What layers that carry a state hand on between micro-batches: the state before a row."""
+    """The state of a layer before a ``row`` of a document or tree, which micro-batches hand on."""
 
     row: int
-    """A row of the document, or of the tree."""
     takers: int
     """Documents that go on from there."""
 

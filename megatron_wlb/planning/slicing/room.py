@@ -50,9 +50,7 @@ SHORT_DOCUMENTS = 64
 
 
 def unit_of(spans: Sequence[Span], num_tokens: int, sharing: Sharing = NO_SHARING) -> Unit:
-    """What memory is counted of: a micro-batch's tokens, and the slice that it runs first, or its
-    part of a tree.
-    """
+    """What memory is counted of in a micro-batch: also the slice that it runs first, if any."""
     return Unit(num_tokens, _slice_of(spans, sharing.tree), states=_states_of(spans, sharing))
 
 
@@ -71,9 +69,7 @@ def rows_seen(
 
 
 def _states_of(spans: Sequence[Span], sharing: Sharing) -> tuple[int, int] | None:
-    """See :attr:`.Unit.states`. What several units take waits while the first of its gradients
-    does.
-    """
+    """See :attr:`.Unit.states`. What several take waits beside the first of its gradients."""
     if not sharing.above:
         return None
     start, left = (sharing.tree.start, sharing.tree.left) if sharing.tree else (0, ())
@@ -105,9 +101,8 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
         multiple = merged_multiple(length_multiple, len(ranks))
         multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
         num_tokens = multiples * multiple // (len(ranks) or 1)
-        unit = unit_of(spans, num_tokens, shared)
-        divided = units.divided and unit.slice is not None
-        found.append(unit._replace(ranks=ranks, recomputed=recomputed, divided=divided))
+        unit = unit_of(spans, num_tokens, shared)._replace(ranks=ranks, recomputed=recomputed)
+        found.append(unit._replace(divided=units.divided and unit.slice is not None))
     return found
 
 

@@ -362,8 +362,8 @@ class BatchBuilder:
                 routed = RoutedTokens.of(plan, local, self._step, params.slice, group)
                 params = replace(params, routed=routed)
             if self.scan_taps:
-                given = plan.lengths, self.cp_size, plan.sharding, self.scan_taps
-                scanned = load("states").of(*given, params.slice, plan.sharing)
+                given = self.scan_taps, params.slice, plan.sharing
+                scanned = load("states").of(plan.lengths, self.cp_size, plan.sharding, *given)
                 params = replace(params, scanned=scanned)
             known = self._latest[plan.index] = (plan, local, mapped(params, self._host.pinned))
         return known[1:]
