@@ -30,7 +30,7 @@ import numpy as np
 from _common import parser_of, put
 
 import megatron_wlb as wlb
-from megatron_wlb.errors import run_program
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.settings.config import DEFAULT_MACHINE
 
 SP: dict[str, Any] = {"sequence_parallel": True}
@@ -111,13 +111,21 @@ def rollouts(paths: Sequence[Path]) -> Iterator[tuple[str, Samples]]:
     """Rollouts of files, as whole samples and as one for each turn."""
     for path in paths:
         whole, turns = [], []
-        for rollout in json.loads(path.read_text()):
-            said = b""
-            for message in rollout.get("traj") or rollout["messages"]:
-                said += json.dumps(message).encode()
-                if message["role"] == "assistant":
-                    turns.append(said)
-            whole.append(said)
+        try:
+            for rollout in json.loads(path.read_text()):
+                said = b""
+                for message in rollout.get("traj") or rollout["messages"]:
+                    said += json.dumps(message).encode()
+                    if message["role"] == "assistant":
+                        turns.append(said)
+                whole.append(said)
+            if not turns:
+                raise ValueError("no message of an assistant")
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ConfigError(
+                f"{path}: {type(error).__name__} {error}; give a JSON list of objects, each with a "
+                "list of messages as traj or messages, which have a role"
+            ) from None
         for name, texts in (("whole", whole), ("a sample a turn", turns)):
             ids = [np.frombuffer(text[: len(text) // 4 * 4], dtype=np.uint32) for text in texts]
             yield f"{path.stem}, {name}: {len(ids)}", (list(map(len, ids)), ids)

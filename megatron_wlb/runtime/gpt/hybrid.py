@@ -79,6 +79,6 @@ def scan_taps_of(gpts: Iterable[Any]) -> int:
 
 
 def _taps(mixer: Any) -> int:
-    """Of a :class:`megatron_wlb.runtime.gpt.states.ScansDocuments`; 0 if it is none."""
+    """Taps of a :class:`megatron_wlb.runtime.gpt.states.ScansDocuments`; 0 if it is none."""
     taps: int = getattr(mixer, "scan_taps", 0)
     return taps
