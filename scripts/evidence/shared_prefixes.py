@@ -17,6 +17,7 @@ the trainer's, such as ``--wlb-packing slim`` for slices and trees.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
@@ -188,6 +189,12 @@ MODEL = """
 NUM_GROUPS, ANSWERS, PROMPT, ANSWER, NUM_STEPS = 4, 8, 2048, 256, 3
 
 
+def resident_mib(name: str) -> float:
+    """What Linux says of this process's memory: VmRSS now, VmHWM at most since it was reset."""
+    (line,) = [o for o in Path("/proc/self/status").read_text().splitlines() if o.startswith(name)]
+    return int(line.split()[1]) / 1024
+
+
 def train(flags: list[str]) -> None:
     """Prints, on the first rank, what steps take whole and shared; ``flags`` are the trainer's."""
     import torch
@@ -202,6 +209,7 @@ def train(flags: list[str]) -> None:
             weights.append(np.repeat([0.0, 1 / ANSWER], [PROMPT, ANSWER]))
     advantages = torch.from_numpy(random.normal(size=len(samples)).astype(np.float32))
     took: dict[bool, list[float]] = {False: [], True: []}
+    held: dict[bool, list[float]] = {False: [], True: []}
     batches = {shared: trainer.batch(samples, weights, shared=shared) for shared in took}
     noted = {shared: trainer.log_probs(batch) for shared, batch in batches.items()}
 
@@ -210,17 +218,21 @@ def train(flags: list[str]) -> None:
 
     for _ in range(NUM_STEPS):
         for shared, batch in batches.items():
-            start_s = time.perf_counter()
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            before_mib, start_s = resident_mib("VmRSS"), time.perf_counter()
             trainer.step(batch, loss)
             torch.distributed.barrier()
             took[shared].append(time.perf_counter() - start_s)
+            held[shared].append(resident_mib("VmHWM") - before_mib)
     if torch.distributed.get_rank() == 0:
         for shared, name in ((False, "whole"), (True, "shared")):
             plan, own = batches[shared].plan, took[shared]
             print(
                 f"{name}: {median(own):.2f} s a step ({min(own):.2f} to {max(own):.2f}), "
                 f"{len(samples) / median(own):.1f} samples a second, {plan.num_tokens} tokens in "
-                f"{len(plan.micro_batches[0])} micro-batches"
+                f"{len(plan.micro_batches[0])} micro-batches, {median(held[shared]):.0f} MiB more "
+                f"at most ({min(held[shared]):.0f} to {max(held[shared]):.0f})"
             )
         pairs = zip(noted[False], noted[True], strict=True)
         differ = max(float(np.abs(whole - shared).max()) for whole, shared in pairs)
