@@ -131,11 +131,14 @@ WHOLE = [
     Layout("llama", 3, pp=4),
     Layout("mixed", 8, pp=4, vpp=2),
     Layout("llama", 4, pp=4, vpp=2, tp="2sp", extra=SELECTIVE),
+    Layout("gpt2", 5, pp=4, vpp=2, dp=2, extra=f"{SHARDED} {GROUP} 5"),
+    Layout("mixed", 5, pp=4, tp="2"),
     # Context parallelism.
     Layout("llama", 5, cp=2, sharding="per-document", extra=HEAD_GROUPS),
     Layout("yarn", 3, cp=4, sharding="hybrid"),
     Layout("llama-3", 3, cp=2, tp="2", sharding="adaptive", extra=SELECTIVE),
     Layout("mixed", 4, pp=2, vpp=2, cp=2, dp=2, sharding="per-document", extra=SHARDED),
+    Layout("llama", 4, pp=2, tp="2sp", cp=2, sharding="hybrid", extra=FULL),
     Layout("gpt2", 5, pp=4, cp=2, sharding="per-document", extra=f"{VERIFY_SHAPES} {HEAD_GROUPS}"),
 ]
 """Dense models, of whole documents."""
@@ -341,12 +344,9 @@ FURTHER = [
     Case(Layout("moe-aux", 4, pp=2, dp=2, ep=2), recomputed_for),
     Case(Layout("moe-seq", 4, pp=2, dp=2, ep=2), hosted_for, with_small_slabs),
     *each([
-        Layout("gpt2", 5, pp=4, vpp=2, dp=2, extra=f"{SHARDED} {GROUP} 5"),
         Layout("mixed", 5, pp=2, tp="2sp", dp=2, extra=f"{SHARDED} {FULL}"),
-        Layout("llama", 4, pp=2, tp="2sp", cp=2, sharding="hybrid", extra=FULL),
         Layout("gpt2", 4, cp=2, dp=2, extra=f"{SHARDED} {OVERLAP} {KEEP} {HEAD_GROUPS}"),
         Layout("llama", 9, pp=4, vpp=2, extra=f"{NO_P2P_OVERLAP} {GROUP} 5"),
-        Layout("mixed", 5, pp=4, tp="2"),
         Layout("sliding-skip", 4, cp=2, sharding="per-sequence", extra=KEEP),
         Layout("sliding", 3, pp=2, cp=2, sharding="per-document", extra="--wlb-cp-reduce-in-fp32"),
         Layout("mixed", 5, pp=2, extra=TWO_AHEAD),
