@@ -22,6 +22,7 @@ are those of one device, a token of the micro-batch (padded, over CP).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from megatron_wlb.cost.blocks import Blocks
 from megatron_wlb.cost.layers import Layer, Runs, slices
@@ -41,25 +42,32 @@ class ActivationModel(Blocks):
         """
         if layers is None:
             layers = self.parallelism.stages(self.shape)[0].layers
-        operations = [self._embedding() if first else self._received()]
         groups = self.recompute.groups(sum(num for num, _ in layers))
         cut = slices(layers, (num for num, _ in groups))
+        grouped = cache(self._group)  # most are alike
+        operations = [*self._shared(self._embedding() if first else self._received())]
         for number, ((_, recomputed), group_layers) in enumerate(zip(groups, cut, strict=True)):
             # What leaves a chunk that is not the last is sent and freed.
             leaves = number == len(groups) - 1 and not last
-            if recomputed:
-                inner = self._layers(group_layers, keep_output=False)
-                kept, again = (0.0, self.hidden) if leaves else (self.hidden, 0.0)
-                # In backward its output exists again.
-                operations.append(_recomputed(inner, kept, again))
-            else:
-                operations += self._layers(group_layers, keep_output=not leaves)
+            operations += grouped(group_layers, recomputed, leaves)
         rotary = self.shape.kv_channels * self.shape.rotary_percent
         if self.recompute.granularity == "full" and rotary:
-            operations.append(Operation("rotary angles", FP32 * rotary))
+            operations += self._shared(Operation("rotary angles", FP32 * rotary))
         if last:
-            operations += [*self._predictors(), *self._head()]
-        return Tape(scaled(operations, 1 / self.parallelism.cp_size))
+            operations += self._shared(*self._predictors(), *self._head())
+        return Tape(tuple(operations))
+
+    def _shared(self, *operations: Operation) -> tuple[Operation, ...]:
+        """Operations on the tokens of a context-parallel rank."""
+        return scaled(operations, 1 / self.parallelism.cp_size)
+
+    def _group(self, layers: Runs, recomputed: bool, leaves: bool) -> tuple[Operation, ...]:
+        """Layers that are recomputed together, or none; their output is kept unless it leaves."""
+        if not recomputed:
+            return self._shared(*self._layers(layers, keep_output=not leaves))
+        inner = self._layers(layers, keep_output=False)
+        kept, again = (0.0, self.hidden) if leaves else (self.hidden, 0.0)
+        return self._shared(_recomputed(inner, kept, again))  # in backward its output exists again
 
     def _embedding(self) -> Operation:
         shape = self.shape

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, product
 from typing import NamedTuple, TypeAlias
 
@@ -36,6 +36,8 @@ from megatron_wlb.errors import ConfigError
 GIB = 2**30
 _RECOMPUTES = {MLPS: Recompute("mlp"), LAYERS: Recompute("full", "uniform", 1)}
 """What may be recomputed of single micro-batches."""
+_KEPT = 1024
+"""Chunks whose tapes are kept for other layouts: a search of layouts has the same ones often."""
 MOST_DOUBLINGS = 32
 """S_max is looked for up to so many doublings of the shortest micro-batch."""
 
@@ -89,6 +91,13 @@ def overhead_gib(hardware: Hardware, parallelism: Parallelism, slices: bool = Fa
     number = num_communicators(parallelism, slices)
     return (hardware.context_mib + number * hardware.communicator_mib) / 1024
 
+
+@lru_cache(maxsize=_KEPT)
+def _tape(activations: ActivationModel, stage: Stage) -> Tape:
+    return activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
+
+
+_slice_tape = lru_cache(maxsize=_KEPT)(SliceTape)
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 BytesOfUnits: TypeAlias = Mapping[tuple[str, int], Floats]
@@ -357,12 +366,11 @@ class MemoryModel(Executed):
     @cached_property
     def tapes(self) -> list[list[Tape]]:
         """What each chunk of each rank keeps and needs, operation by operation."""
-        activations = ActivationModel(self.shape, self.execution)
-        tapes = {  # equal stages share one
-            stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
-            for stage in set(self._stages)
-        }
-        pp_size = self.parallelism.pp_size
+        p, pp_size = self.parallelism, self.parallelism.pp_size
+        sizes = p.tp_size, p.cp_size, 1, 1, p.dp_size * pp_size  # the same in any pipeline
+        alone = Parallelism(*sizes, p.sequence_parallel, ep_size=p.ep_size, etp_size=p.etp_size)
+        activations = ActivationModel(self.shape, self.executed(parallelism=alone).execution)
+        tapes = {stage: _tape(activations, stage) for stage in set(self._stages)}
         return [[tapes[stage] for stage in self._stages[r::pp_size]] for r in range(pp_size)]
 
     @cached_property
@@ -373,10 +381,6 @@ class MemoryModel(Executed):
             tapes = chain(*self.executed(recompute=recompute).tapes)
             again |= {(id(own), what): t for own, t in zip(chain(*self.tapes), tapes, strict=True)}
         return again
-
-    @cached_property
-    def _slice_tapes(self) -> dict[tuple[int, int], SliceTape]:
-        return {}
 
     def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
         p = self.parallelism
@@ -456,17 +460,20 @@ class MemoryModel(Executed):
             rows[at] = self._sliced(tape, what).action_bytes(kind, units.some(at), what == HOST)
         return rows
 
+    def kept_bytes(self, pp_rank: int, units: UnitTable) -> float:
+        """What a rank keeps of units behind forwards in all its chunks; all recompute the same."""
+        tapes = (self._sliced(tape, int(units.recomputed[0])) for tape in self.tapes[pp_rank])
+        kept = (tape.kept_bytes(units) for tape in tapes)
+        return float(sum(each.sum() for each in kept))
+
     def hosted_bytes(self, tape: Tape, units: UnitTable) -> Floats:
         """What of units goes to the host, if they are hosted, ``[units]``."""
         return self._sliced(tape).hosted_bytes(units)
 
     def _sliced(self, tape: Tape, what: int = 0) -> SliceTape:
         """The tape of a chunk for micro-batches of which that is recomputed."""
-        if (name := (id(tape), what)) not in self._slice_tapes:
-            own = self._again[name] if what in _RECOMPUTES else tape
-            made = SliceTape(own, self.parallelism.cp_size, self.execution.reduce_in_fp32)
-            self._slice_tapes[name] = made
-        return self._slice_tapes[name]
+        own = self._again[id(tape), what] if what in _RECOMPUTES else tape
+        return _slice_tape(own, self.parallelism.cp_size, self.execution.reduce_in_fp32)
 
     def sent_ahead_bytes(self, pp_rank: int, columns: Columns, units: UnitTable) -> Floats:
         """Bytes on the way while each action of a program runs, ``[actions]``.

@@ -199,6 +199,12 @@ class SliceTape:
             rows[cut, 1] = alive + self._states(some)
         return rows
 
+    def kept_bytes(self, units: UnitTable) -> Floats:
+        """What is kept behind forwards of units, with the buffers of their documents."""
+        share = np.where(units.divided, 1 / (self.cp_size * units.num_ranks), 1.0)
+        kept: Floats = self._kept(units) + units.length * share * self._buffers[0]
+        return kept
+
     def _kept(self, units: UnitTable) -> Floats:
         """Bytes of activations from a forward to its backward."""
         saved = np.where(units.is_alone, self._saved[True], self._saved[False])

@@ -50,9 +50,9 @@ class Operation:
     """The part of ``saved`` that is on the device even if a micro-batch is hosted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tape:
-    """The operations of one model chunk, in forward order."""
+    """The operations of one model chunk, in forward order; equal to itself alone."""
 
     operations: tuple[Operation, ...]
 

@@ -29,6 +29,7 @@ from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.shape import padded_vocabulary
+from megatron_wlb.cost.slices import LAYERS, NOTHING, Slice, Unit, UnitTable
 from megatron_wlb.data.length_source import LengthSource, sample_steps
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan.sharding.select import Mode
@@ -36,6 +37,7 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_with
 from megatron_wlb.planning.run import Devices, Run, title
 from megatron_wlb.planning.slicing.cut import Slicer
+from megatron_wlb.planning.slicing.room import MemoryLimit
 from megatron_wlb.reading import real_number
 from megatron_wlb.settings.config import DEFAULT_MACHINE
 from megatron_wlb.simulator.baseline import FULL, baseline
@@ -58,7 +60,7 @@ from megatron_wlb.study.workers import Workers
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 
-PASSES = ("slices", "refined", "tuned")
+PASSES = ("layouts", "slices", "refined", "tuned")
 """What :func:`search` tells of its progress, in order."""
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 """S_max in windows that are tried on the best layouts, besides the most that fits."""
@@ -133,14 +135,14 @@ def search(
             why, and what comes nearest.
     """
     check_max_delay(max_delay)
-    pool = Workers(workers, space, steps)
-    tell = {what: partial(progress, what) for what in PASSES}
     sample = _sample(steps, space.window)
-    tried = [[*_tried(space, layout, sample)] for layout in _layouts(space)]
-    whole, no_whole = _apart(one for layout in tried for one in _whole(space, layout, sample))
-    reach = [(_most_mfu(space, layout, steps), layout) for layout in tried]
-    reach.sort(key=itemgetter(0), reverse=True)
+    pool = Workers(workers, space, steps, sample)
+    tell = {what: partial(progress, what) for what in PASSES}
     with pool:
+        looked_at = [*pool.map(_looked_at, [*_layouts(space)], tell["layouts"])]
+        whole, no_whole = _apart(one for _, (_, found) in looked_at for one in found)
+        reach = [(most_mfu, layout) for layout, (most_mfu, _) in looked_at]
+        reach.sort(key=itemgetter(0), reverse=True)
         sliced, no_sliced = _apart(_in_slices(reach, num_refined, pool, tell["slices"]))
         rejected = [*no_whole, *no_sliced]
         if not whole and not sliced:
@@ -179,7 +181,9 @@ def _apart(found: Iterable[Candidate | Rejected]) -> tuple[list[Candidate], list
     return sorted(candidates, key=coarse_order), rejected
 
 
-def _outcome(one: tuple[Candidate, PackingSettings], space: Space, steps: Steps) -> Outcome:
+def _outcome(
+    one: tuple[Candidate, PackingSettings], space: Space, steps: Steps, _: Sequence[int]
+) -> Outcome:
     candidate, setting = one
     return trial(candidate.scenario, setting, steps, space.sharding)
 
@@ -351,19 +355,26 @@ def _whole(
             roomy.add(number)
 
 
-Tried: TypeAlias = tuple[float, Sequence[Run | Rejected]]
-"""The most MFU of a layout in slices, and its runs."""
+def _looked_at(
+    layout: Parallelism, space: Space, steps: Steps, sample: Sequence[int]
+) -> tuple[float, list[Candidate | Rejected]]:
+    """The most MFU of a layout in slices, and what :func:`_whole` finds."""
+    tried = [*_tried(space, layout, sample)]
+    return _most_mfu(space, tried, steps), [*_whole(space, tried, sample)]
 
 
 def _in_slices(
-    reach: Sequence[Tried], num: int, pool: Workers, told: Callable[[int, int], object]
+    reach: Sequence[tuple[float, Parallelism]],
+    num: int,
+    pool: Workers,
+    told: Callable[[int, int], object],
 ) -> Iterator[Candidate | Rejected]:
     """What runs in slices. Once there are ``num``, layouts that cannot reach them are left out;
     ``reach`` has those with the highest MFU first.
     """
     fastest: list[float] = []
 
-    def wanted(one: Tried) -> bool:
+    def wanted(one: tuple[float, Parallelism]) -> bool:
         return len(fastest) < num or one[0] >= fastest[-1]
 
     for _, found in pool.map(_sliced, reach, told, wanted):
@@ -373,29 +384,35 @@ def _in_slices(
             yield one
 
 
-def _sliced(layout: Tried, space: Space, steps: Steps) -> list[Candidate | Rejected]:
+def _sliced(
+    layout: tuple[float, Parallelism], space: Space, steps: Steps, sample: Sequence[int]
+) -> list[Candidate | Rejected]:
     """Each N in slices, with the least recomputation that fits memory, by its first steps. Where
     nothing else can run, also why it does not fit.
     """
-    _, tried = layout
     found: list[Candidate | Rejected] = []
-    done: set[int] = set()
-    for run in tried:
+    done, alone = set[int](), set[int]()
+    for run in _tried(space, layout[1], sample):
         if isinstance(run, Rejected) or run.num_micro_batches in done:
             continue
         p, most = run.parallelism, int(DEFAULT_WINDOWS * space.window)
         run = replace(run, memory_gib=space.limit_gib(p, slices=True))
+        if run.num_micro_batches in alone and run.recompute.granularity == "selective":
+            continue  # It keeps more than single units that run all layers again.
+        if run.memory_limit.recomputes:
+            alone.add(run.num_micro_batches)
         for packing in _of_layout(space, p, slices=True):
             setting = PackingSettings.parse(packing, space.window, most)
-            simulator = Simulator(run.costs, p, memory=run.memory)
             workload = steps.workloads(run)[0]
-            assert workload.memory is not None
-            workload = replace(workload, memory=workload.memory._replace(exact=False))
             try:
                 run.memory.check_state(run.limit_gib * GIB)  # before all that takes time
+                memory = run.memory_limit._replace(exact=False)
+                check_document(memory, workload.longest(setting))
+                workload = replace(workload, memory=memory)
                 planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))
                 assert isinstance(planner.slicing, Slicer)
                 planner.slicing.check_room()  # as training does
+                simulator = Simulator(run.costs, p, memory=run.memory)
                 plans = [*planner.plans(SLICED_STEPS)]
                 for plan in plans:
                     for used in simulator.plan_memory(plan):
@@ -413,14 +430,31 @@ def _sliced(layout: Tried, space: Space, steps: Steps) -> list[Candidate | Rejec
     return found
 
 
+def check_document(memory: MemoryLimit, num_tokens: int) -> None:
+    """Raises :class:`ConfigError` where the activations of a document of so many tokens do not fit,
+    however it is cut: none of its slices runs backward before all have run forward.
+    """
+    model, limit_bytes = memory.model, memory.limit_bytes
+    again, divided = LAYERS if memory.recomputes else NOTHING, model.parallelism.cp_size > 1
+    whole = Slice(0, 0, num_tokens, num_tokens)
+    units = UnitTable.of([Unit(num_tokens, whole, recomputed=again, divided=divided)])
+    for rank in range(model.parallelism.pp_size):
+        held_bytes = model.alive_bytes(rank, model.kept_bytes(rank, units))
+        if held_bytes > limit_bytes and not memory.host_bytes:
+            raise ConfigError(
+                f"slices of a document of {num_tokens} tokens take {held_bytes / GIB:.2f} GiB at "
+                f"least, above the {limit_bytes / GIB:.2f} GiB that tensors may take"
+            )
+
+
 def _most_mfu(space: Space, tried: Sequence[Run | Rejected], steps: Steps) -> float:
     """The MFU of a layout's first steps in slices if no rank ever waited, nor sent anything, and
     slices cost no more than documents: what is simulated is below it.
     """
     most = 0.0
     for run in tried:
-        if isinstance(run, Rejected):
-            continue
+        if isinstance(run, Rejected) or run.recompute != space.recomputes[0]:
+            continue  # More recomputation only takes time.
         for packing in _of_layout(space, run.parallelism, slices=True):
             setting = PackingSettings.parse(packing, space.window, space.window)
             stream = steps.workloads(run)[0].stream(setting, SLICED_STEPS + 1)  # as a planner has

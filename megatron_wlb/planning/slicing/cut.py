@@ -48,6 +48,9 @@ FIRST_STEPS, STEPS_A_SWEEP = 8, 64
 SURE = 0.8
 """Share of the memory limit up to which no step is looked at. The steps that should need most are
 made up; with virtual stages real ones may need a tenth more."""
+HOPELESS = 1.4
+"""Share of the memory limit above which, with the most units, a search tries no other number. Where
+all were tried, none needed less than 0.76 of what the most units do."""
 WINDOWS = (8, 10, 12, 16)
 """Windows that are tried, as :attr:`Way.windows`, until one leaves enough room. Large ones let
 copies lag behind longer before passes wait for them."""
@@ -147,6 +150,9 @@ class Slicer:
         more: list[Way] = []
         memory = self.pipeline.memory
         assert memory is not None
+        finest = self.ways[-1]._replace(divided=self.ways[-1].divided or may_divide)
+        if not memory.exact and self._peak_bytes(finest) > HOPELESS * limit_bytes:
+            return [finest]
         for way in self.ways:
             fits = self._peak_bytes(way) <= SURE * limit_bytes
             if fits and (memory.exact or way not in self._tight):

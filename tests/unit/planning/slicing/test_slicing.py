@@ -18,7 +18,7 @@ from megatron_wlb.cost.shape import padded_vocabulary
 from megatron_wlb.cost.slices import UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document, Span, Units
 from megatron_wlb.planning.models import load_model
 from megatron_wlb.planning.packing import PackingSettings
@@ -29,11 +29,14 @@ from megatron_wlb.planning.slicing.cut import (
     FIRST_STEPS,
     STEPS_A_SWEEP,
     Slicer,
+    Way,
     numbers_of_units,
 )
 from megatron_wlb.planning.slicing.pipeline import Pipeline
+from megatron_wlb.planning.slicing.room import MemoryLimit
 from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, TOLERANCE, Cuts
 from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.study.search import check_document
 
 COST = DocumentCost(1, 0.01, 2, 0.02)
 REFERENCE = LengthSource.of_distribution("reference")
@@ -333,7 +336,7 @@ def test_number_of_units_follows_the_memory_limit() -> None:
 
 
 @pytest.mark.parametrize(("limit_gib", "tight"), [(40.0, True), (1000.0, False)])
-def test_a_search_that_is_rough_tries_the_same_ways(limit_gib: float, tight: bool) -> None:
+def test_a_search_that_is_rough_tries_some_of_the_ways(limit_gib: float, tight: bool) -> None:
     """Peaks with all layers recomputed are lower, and must not hide that memory is tight."""
     run = replace(
         limited(limit_gib)[0],
@@ -346,9 +349,49 @@ def test_a_search_that_is_rough_tries_the_same_ways(limit_gib: float, tight: boo
         assert workload.memory is not None
         workload = replace(workload, memory=workload.memory._replace(exact=exact))
         found.append(workload.planner(setting, 30, costs=run.costs).slicing)
-    assert found[0].ways == found[1].ways
+    rough = numbers_of_units(4, 4)[1::3]
+    assert found[1].ways == [way for way in found[0].ways if way.num_units in rough] != []
     assert any(way.divided for way in found[0].ways) == tight
     assert (found[1].peak_bytes < found[0].peak_bytes) == tight
+
+
+def test_a_document_that_no_cut_makes_fit_is_refused_before_any_is_tried() -> None:
+    """What is refused so is less than any way needs, and above what the check lets pass."""
+    _, planner = limited(10.0, "slim", recompute="off")
+    needed = planner.slicing.peak_bytes
+    memory = limited(10.0)[0].memory_limit
+    memory = memory._replace(recomputes=False)
+
+    def refuses(limit_bytes: float) -> bool:
+        try:
+            check_document(memory._replace(limit_bytes=limit_bytes), REFERENCE_WINDOW)
+        except ConfigError as error:
+            assert f"slices of a document of {REFERENCE_WINDOW} tokens take" in str(error)
+            return True
+        return False
+
+    assert not refuses(needed)
+    assert refuses(0.3 * needed)
+    assert refuses(10 * GIB)
+
+
+def test_a_rough_search_gives_up_where_most_units_need_far_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = limited(10.0)[0]
+    setting = PackingSettings.parse("slim", REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
+    workload = run.workload(REFERENCE, seed=1)
+    assert workload.memory is not None
+    memory = workload.memory._replace(exact=False, recomputes=False)
+    looked, peak_bytes = [], MemoryLimit.peak_bytes
+    monkeypatch.setattr(
+        MemoryLimit, "peak_bytes", lambda *args: looked.append(args) or peak_bytes(*args)
+    )
+    slicing = replace(workload, memory=memory).planner(setting, 30, costs=run.costs).slicing
+    assert slicing.ways == [Way(numbers_of_units(4, 4)[-1])]
+    assert len(looked) == 2  # steps that need most, of one way
+    with pytest.raises(ConfigError, match=r"GiB, above the 10\.00 GiB"):
+        slicing.check_room()
 
 
 def test_a_resumed_run_keeps_to_a_lower_memory_limit() -> None:
