@@ -283,8 +283,7 @@ class Workload(_Batch):
         """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""
         p = self.layout or Parallelism(dp_size=self.num_micro_batches)
         each, longest = each_rank(self.num_micro_batches, p.dp_size), self.longest(packing)
-        memory = self.memory
-        if memory is not None and packing.recompute == "off":
+        if (memory := self.memory) is not None and packing.recompute == "off":
             memory = memory._replace(recomputes=False)
         if costs and memory and memory.host_bytes and costs.stages.host is None:
             raise ConfigError(
