@@ -283,7 +283,8 @@ class Workload(_Batch):
         """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""
         p = self.layout or Parallelism(dp_size=self.num_micro_batches)
         each, longest = each_rank(self.num_micro_batches, p.dp_size), self.longest(packing)
-        if (memory := self.memory) is not None and packing.recompute == "off":
+        memory = self.memory
+        if memory is not None and packing.recompute == "off":
             memory = memory._replace(recomputes=False)
         if costs and memory and memory.host_bytes and costs.stages.host is None:
             raise ConfigError(
@@ -292,15 +293,12 @@ class Workload(_Batch):
                 "leave the flag out"
             )
         multiple = slice_multiple(self.window, packing.slice_multiple)
-        numbers = numbers_of_units(each, p.pp_size)
-        if memory is not None and not memory.exact:
-            numbers = numbers[1::3] or numbers  # every third says enough
         most, padded, alike = made.limits.max_tokens, self.length_multiple, self.alike
         costs = costs or StepCosts(StageCosts.by_layers(self.cost, p), experts=self.experts)
         return Slicer(
             Cuts(self.cost, most, padded, multiple, p.dp_size, alike),
             Pipeline(costs, p, padded, alike, memory),
-            [packing.units] if packing.units else numbers,
+            [packing.units] if packing.units else numbers_of_units(each, p.pp_size),
             merges=packing.dp_merge == "auto" and self.merges,
             cache=packing.slice_cache,
             worst=worst_steps(longest, each * self.micro_batch_tokens),

@@ -133,7 +133,7 @@ class MemoryLimit(NamedTuple):
     """Whether micro-batches of slices may be recomputed one by one: not where layers are anyhow."""
     exact: bool = True
     """Whether the worst steps are known by what is recomputed in them. If not, by what they hold if
-    all layers are, which is less: enough to see what cannot fit, in a third of the time."""
+    all layers are, which is less, and fewer ways are tried: enough to see what cannot fit."""
 
     @property
     def host_bytes(self) -> float:

@@ -140,7 +140,8 @@ def test_experts_are_divided_in_each_way_that_fits() -> None:
     assert {p.ep_size for p in layouts} == {1, 2, 4}
     for p in layouts:
         assert p.tp_size * p.cp_size * p.dp_size % p.ep_size == 0 and p.expert_tp_size == 1
-    assert "slim" in {choice.outcome.setting.name for choice in found.ranked}
+    tuned = {(c.candidate.scenario.parallelism, c.outcome.setting.name) for c in found.ranked}
+    assert {p.expert_replicas for p, name in tuned if name == "slim"} == {1}
     some = find(space(shape=experts, num_devices=8, fixed={"ep_size": 4}), num_refined=1)
     assert {c.scenario.parallelism.ep_size for c in some.candidates} == {4}
 

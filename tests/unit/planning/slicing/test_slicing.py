@@ -15,7 +15,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.schedule.messages import slice_graph
 from megatron_wlb.cost.shape import padded_vocabulary
-from megatron_wlb.cost.slices import UnitTable
+from megatron_wlb.cost.slices import LAYERS, NOTHING, UnitTable
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError, ConfigError
@@ -349,18 +349,26 @@ def test_a_search_that_is_rough_tries_some_of_the_ways(limit_gib: float, tight: 
         assert workload.memory is not None
         workload = replace(workload, memory=workload.memory._replace(exact=exact))
         found.append(workload.planner(setting, 30, costs=run.costs).slicing)
-    rough = numbers_of_units(4, 4)[1::3]
+    numbers = numbers_of_units(4, 4)
+    rough = [numbers[0], *numbers[1::3]]
     assert found[1].ways == [way for way in found[0].ways if way.num_units in rough] != []
     assert any(way.divided for way in found[0].ways) == tight
     assert (found[1].peak_bytes < found[0].peak_bytes) == tight
 
 
-def test_a_document_that_no_cut_makes_fit_is_refused_before_any_is_tried() -> None:
-    """What is refused so is less than any way needs, and above what the check lets pass."""
-    _, planner = limited(10.0, "slim", recompute="off")
-    needed = planner.slicing.peak_bytes
-    memory = limited(10.0)[0].memory_limit
-    memory = memory._replace(recomputes=False)
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_document_that_no_cut_makes_fit_is_refused_before_any_is_tried(
+    cp_size: int, recomputes: bool
+) -> None:
+    """What is refused is less than a step of this document alone needs, by the memory in which its
+    passes work.
+    """
+    p = Parallelism(tp_size=8 // cp_size, cp_size=cp_size, pp_size=4, sequence_parallel=True)
+    run = replace(limited(1000.0)[0], execution=Execution(p))
+    memory = run.memory_limit._replace(recomputes=recomputes)
+    setting = PackingSettings.parse("slim", REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
+    slicing = run.workload(REFERENCE, seed=1).planner(setting, 30, costs=run.costs).slicing
 
     def refuses(limit_bytes: float) -> bool:
         try:
@@ -370,9 +378,12 @@ def test_a_document_that_no_cut_makes_fit_is_refused_before_any_is_tried() -> No
             return True
         return False
 
-    assert not refuses(needed)
-    assert refuses(0.3 * needed)
-    assert refuses(10 * GIB)
+    for number in (8, 64):
+        units = slicing.alone([Document(0, 0, 0, REFERENCE_WINDOW, True, 0, 0, 0)], number)
+        again = (LAYERS if recomputes else NOTHING,) * len(units.spans)
+        units = units._replace(recomputed=again, divided=cp_size > 1)
+        assert not refuses(memory.peak_bytes(units))
+        assert refuses(0.59 * memory.peak_bytes(units))
 
 
 def test_a_rough_search_gives_up_where_most_units_need_far_too_much(
