@@ -26,7 +26,7 @@ from functools import cache
 
 from megatron_wlb.cost.blocks import Blocks
 from megatron_wlb.cost.layers import Layer, Runs, slices
-from megatron_wlb.cost.tape import Operation, Tape, scaled, with_more
+from megatron_wlb.cost.tape import Operation, Tape, in_runs, scaled, with_more
 from megatron_wlb.cost.workspace import FP32, INT64
 
 
@@ -44,18 +44,22 @@ class ActivationModel(Blocks):
             layers = self.parallelism.stages(self.shape)[0].layers
         groups = self.recompute.groups(sum(num for num, _ in layers))
         cut = slices(layers, (num for num, _ in groups))
-        grouped = cache(self._group)  # most are alike
-        operations = [*self._shared(self._embedding() if first else self._received())]
-        for number, ((_, recomputed), group_layers) in enumerate(zip(groups, cut, strict=True)):
-            # What leaves a chunk that is not the last is sent and freed.
-            leaves = number == len(groups) - 1 and not last
-            operations += grouped(group_layers, recomputed, leaves)
+        # What leaves a chunk that is not the last is sent and freed.
+        grouped = [
+            (group_layers, recomputed, number == len(groups) and not last)
+            for number, ((_, recomputed), group_layers) in enumerate(zip(groups, cut, strict=True), 1)
+        ]
+        group = cache(self._group)  # most are alike
+        runs = [(1, self._shared(self._embedding() if first else self._received()))]
+        for num, pattern in in_runs(grouped):
+            runs.append((num, tuple(o for one in pattern for o in group(*one))))
+        end = []
         rotary = self.shape.kv_channels * self.shape.rotary_percent
         if self.recompute.granularity == "full" and rotary:
-            operations += self._shared(Operation("rotary angles", FP32 * rotary))
+            end.append(Operation("rotary angles", FP32 * rotary))
         if last:
-            operations += self._shared(*self._predictors(), *self._head())
-        return Tape(tuple(operations))
+            end += [*self._predictors(), *self._head()]
+        return Tape((*runs, (1, self._shared(*end))))
 
     def _shared(self, *operations: Operation) -> tuple[Operation, ...]:
         """Operations on the tokens of a context-parallel rank."""

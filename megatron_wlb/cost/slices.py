@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +31,6 @@ from megatron_wlb.cost.tape import Operation, Tape
 
 _TOGETHER = 256
 """Slices whose moments are worked out together, in some MB."""
-
-_NEAR = 64
-"""Moments beside each other that are compared: more than a layer has."""
 
 
 class Recomputed(IntEnum):
@@ -252,21 +250,20 @@ class SliceTape:
     @cached_property
     def _saved(self) -> tuple[float, float]:
         """Bytes a token that a micro-batch keeps, with others and alone."""
-        operations = self.tape.operations
-        saved = self.tape.saved_per_token + sum(o.apart for o in operations)
-        return saved + sum(o.joined for o in operations), saved - sum(o.cached for o in operations)
+        total = self.tape.total
+        saved = self.tape.saved_per_token + total(attrgetter("apart"))
+        return saved + total(attrgetter("joined")), saved - total(attrgetter("cached"))
 
     @cached_property
     def _handed(self) -> tuple[float, float]:
         """Bytes of the states of all layers, and of those that do not run again."""
-        operations = self.tape.operations
-        return sum(o.state for o in operations), sum(o.state for o in operations if not o.inner)
+        total = self.tape.total
+        return total(attrgetter("state")), total(lambda o: 0.0 if o.inner else o.state)
 
     @cached_property
     def _buffers(self) -> tuple[float, float]:
         """Bytes of all layers' keys and gradients, a token of the document."""
-        operations = self.tape.operations
-        return sum(o.keys for o in operations), sum(o.gradients for o in operations)
+        return self.tape.total(attrgetter("keys")), self.tape.total(attrgetter("gradients"))
 
     @cached_property
     def _rows(self) -> dict[tuple[bool, bool], Floats]:
@@ -278,12 +275,13 @@ class SliceTape:
 
 
 def _highest(moments: Floats) -> Floats:
-    """Leaves out moments beside which one near by is as high in everything: no peak changes."""
-    keep = np.ones(moments.shape[1], dtype=bool)
-    for shift in range(1, _NEAR):
-        before, after = moments[:, :-shift], moments[:, shift:]
-        keep[shift:] &= (after > before).any(axis=0)
-        keep[:-shift] &= (before > after).any(axis=0) | (before == after).all(axis=0)
+    """Leaves out moments beside which another is as high in everything: no peak changes."""
+    num = moments.shape[1]
+    above = np.zeros((num, num), dtype=bool)  # whether one is higher than another in anything
+    for row in moments:
+        above |= row[:, None] > row
+    before = ~np.tri(num, dtype=bool)  # of equal ones the first stays
+    keep = (above.T | ~(above | before)).all(axis=0)
     return moments[:, keep]
 
 
@@ -302,10 +300,9 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
         besides = -operation.cached if alone else operation.joined
         return operation.saved + operation.apart + besides
 
-    operations = tape.operations
-    left = [sum(o.keys for o in operations), sum(o.gradients for o in operations)]
+    left = [tape.total(attrgetter("keys")), tape.total(attrgetter("gradients"))]
     own, done = [0.0, 0.0], [0.0, 0.0]
-    kept = sum(map(saved, operations)) if backward else 0.0
+    kept = tape.total(saved) if backward else 0.0
     given = 0.0  # to attention, which does not keep it
     moments: list[list[float]] = []
     again_of: dict[int, list[list[float]]] = {}  # of the operations inside one
@@ -315,9 +312,11 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
         moments.append([tokens, once, *chain(*alive), *rows, *[0.0] * (4 - len(rows))])
 
     note(kept, 0.0)
-    for operation in reversed(operations) if backward else operations:
-        own = [operation.keys, operation.gradients]
-        if backward:
+    for times, operation in tape.walked(backward=backward):
+        own = [times * operation.keys, times * operation.gradients]
+        if times > 1:
+            kept += -times * saved(operation) if backward else times * saved(operation)
+        elif backward:
             tokens, once = kept + operation.backward, float(operation.weight_bytes)
             # Divided rows as they come and in their order, then with their gradients, then these
             # as they go; those of the next layer come meanwhile.
@@ -328,7 +327,7 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
             note(tokens, once, 0.0, sent, keys + sums, sent)
             inner = operation.inner
             if inner and id(inner) not in again_of:
-                both = (_moments(Tape(inner), again, None, in_fp32) for again in (False, True))
+                both = (_moments(Tape.of(inner), again, None, in_fp32) for again in (False, True))
                 again_of[id(inner)] = np.concatenate([*both], axis=1).T.tolist()
             for more, weight, *rest in again_of.get(id(inner), ()):
                 note(tokens + more, once + weight, *rest[6:])

@@ -7,14 +7,22 @@ its input and, in backward, writes and reads an inner tape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.graph import Floats
+
+
+MOST_IN_PATTERN = 8
+"""Groups of layers in a pattern that comes several times."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +62,42 @@ class Operation:
 class Tape:
     """The operations of one model chunk, in forward order; equal to itself alone."""
 
-    operations: tuple[Operation, ...]
+    runs: tuple[tuple[int, tuple[Operation, ...]], ...]
+    """Operations, each group so often in a row: those of equal layers."""
+
+    @classmethod
+    def of(cls, operations: tuple[Operation, ...]) -> Tape:
+        """Operations of which nothing is known to come again."""
+        return cls(((1, operations),))
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        return tuple(o for num, group in self.runs for o in group * num)
+
+    def total(self, of: Callable[[Operation], float]) -> float:
+        """The sum over all operations."""
+        return sum(num * sum(map(of, group)) for num, group in self.runs)
+
+    def walked(self, *, backward: bool = False) -> Iterator[tuple[int, Operation]]:
+        """The operations in the order of a pass, each with how many it stands for.
+
+        What is alive changes by as much from one of equal groups to the next, once there has been
+        one. So the most is alive in the first two or the last, and those between stand together.
+        """
+        for num, group in reversed(self.runs) if backward else self.runs:
+            ordered = group[::-1] if backward else group
+            for times in (1, 1, num - 3, 1) if num > 3 else (1,) * num:
+                yield from ((times, operation) for operation in ordered)
 
     @cached_property
     def saved_per_token(self) -> float:
         """Bytes that a micro-batch in flight keeps, a token."""
-        return sum(operation.saved for operation in self.operations)
+        return self.total(attrgetter("saved"))
 
     @cached_property
     def stays_per_token(self) -> float:
         """Bytes of them that do not go to the host."""
-        return sum(operation.stays for operation in self.operations)
+        return self.total(attrgetter("stays"))
 
     def forward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
         """The most that a micro-batch adds while it runs forward, what it keeps included.
@@ -84,11 +117,11 @@ class Tape:
     def _forward(self) -> Floats:
         """What is alive in each moment: bytes a token, and bytes once, ``[2, moments]``."""
         kept, moments = 0.0, [(0.0, 0.0)]
-        for operation in self.operations:
+        for times, operation in self.walked():
             working = operation.forward
             if operation.inner:  # forward without keeping anything: its largest operation
                 working = max(o.forward + o.saved for o in operation.inner)
-            kept += operation.saved
+            kept += times * operation.saved
             moments.append((kept + working, 0.0))
         return _highest(moments)
 
@@ -96,15 +129,30 @@ class Tape:
     def _backward(self) -> Floats:
         kept = self.saved_per_token
         moments = [(kept, 0.0)]
-        for operation in reversed(self.operations):
+        for times, operation in self.walked(backward=True):
             tokens, weight = kept + operation.backward, operation.weight_bytes
             moments.append((tokens, weight))
             if operation.inner:
-                inner = Tape(operation.inner)
+                inner = Tape.of(operation.inner)
                 both = np.concatenate([inner._forward, inner._backward], axis=1).T.tolist()
                 moments += ((tokens + own, weight + once) for own, once in both)
-            kept -= operation.saved
+            kept -= times * operation.saved
         return _highest(moments)
+
+
+def in_runs(items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
+    """The items in order, as patterns and how often each comes in a row: what is shortest so."""
+    at = 0
+    while at < len(items):
+        found = [(1, 1)]  # how often, and of how many items
+        for size in range(1, min(MOST_IN_PATTERN, (len(items) - at) // 2) + 1):
+            pattern, num = items[at : at + size], 1
+            while items[at + num * size : at + (num + 1) * size] == pattern:
+                num += 1
+            found.append((num, size))
+        num, size = max(found, key=lambda one: ((one[0] - 1) * one[1], -one[1]))
+        yield num, items[at : at + size]
+        at += num * size
 
 
 def _most(moments: Floats, num_tokens: npt.ArrayLike) -> Floats:

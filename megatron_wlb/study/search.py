@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heapreplace
 from itertools import product
+from math import inf
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -72,6 +73,9 @@ MOST_UNLIKE_CHUNKS = 4
 """The most VPP that is tried where layers do not divide over the pipeline ranks."""
 SLICED_STEPS = 2
 """Steps of documents that the coarse pass of slices simulates."""
+NEARLY = 1.05
+"""Share of the memory limit up to which slices that do not fit with single units recomputed may fit
+with full recomputation: their cuts differ a little."""
 LEAST_GAIN = 1.002
 """By how much the coarse pass must gain by unlike stages for these to be refined too."""
 
@@ -399,18 +403,17 @@ def _sliced(
         run = replace(run, memory_gib=space.limit_gib(p, slices=True))
         if run.num_micro_batches in alone and run.recompute.granularity == "selective":
             continue  # It keeps more than single units that run all layers again.
-        if run.memory_limit.recomputes:
-            alone.add(run.num_micro_batches)
         for packing in _of_layout(space, p, slices=True):
             setting = PackingSettings.parse(packing, space.window, most)
-            workload = steps.workloads(run)[0]
+            workload, least_bytes = steps.workloads(run)[0], inf
+            memory = run.memory_limit._replace(exact=False)
             try:
                 run.memory.check_state(run.limit_gib * GIB)  # before all that takes time
-                memory = run.memory_limit._replace(exact=False)
                 check_document(memory, workload.longest(setting))
                 workload = replace(workload, memory=memory)
                 planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))
                 assert isinstance(planner.slicing, Slicer)
+                least_bytes = planner.slicing.peak_bytes
                 planner.slicing.check_room()  # as training does
                 simulator = Simulator(run.costs, p, memory=run.memory)
                 plans = [*planner.plans(SLICED_STEPS)]
@@ -418,9 +421,12 @@ def _sliced(
                     for used in simulator.plan_memory(plan):
                         used.check(run.limit_gib * GIB, "")
             except WLBError as error:
+                number = run.num_micro_batches
                 if not _of_layout(space, p, slices=False):
-                    number = run.num_micro_batches
                     found.append(Rejected(p, number, run.recompute, "memory", str(error)))
+                if memory.recomputes:  # all layers of all units, which is about the same
+                    far = least_bytes > NEARLY * memory.limit_bytes
+                    (done if far else alone).add(number)
                 continue
             total_us = sum(simulator.step(plan, with_memory=False).step_us for plan in plans)
             flops = sum(run.flops([d.length for d in plan.documents]) for plan in plans)

@@ -93,7 +93,7 @@ class SharedStep:
             return 0
         rows = [0.0]
         for chunks in self.model.tapes:
-            states = sum(o.state for tape in chunks for o in tape.operations if not o.inner)
+            states = sum(tape.total(lambda o: 0.0 if o.inner else o.state) for tape in chunks)
             rows.append(2 * states / sum(tape.saved_per_token for tape in chunks) if states else 0)
         return math.ceil(max(rows))
 

@@ -26,9 +26,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.messages import meet_in_order
-from megatron_wlb.cost.slices import LAYERS
+from megatron_wlb.cost.slices import LAYERS, NOTHING
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Units
 from megatron_wlb.planning.slicing.pipeline import Pipeline
@@ -153,28 +155,31 @@ class Slicer:
         memory = self.pipeline.memory
         assert memory is not None
         finest = self.ways[-1]._replace(divided=self.ways[-1].divided or may_divide)
-        if not memory.exact and self._peak_bytes(finest) > HOPELESS * limit_bytes:
+        if not memory.exact and self._look_at([finest])[0] > HOPELESS * limit_bytes:
             return [finest]
-        for way in self.ways:
-            fits = self._peak_bytes(way) <= SURE * limit_bytes
-            if fits and (memory.exact or way not in self._tight):
+        for way, peak_bytes in zip(self.ways, self._look_at(self.ways), strict=True):
+            if peak_bytes <= SURE * limit_bytes and (memory.exact or way not in self._tight):
                 continue
             divided = [way._replace(divided=True)] if may_divide else []
             more += divided
             for one in [way, *divided] if self.pipeline.may_host else ():
                 for windows in WINDOWS:
                     more.append(one._replace(windows=windows))
-                    if self._peak_bytes(more[-1]) <= limit_bytes:
+                    if self._look_at(more[-1:])[0] <= limit_bytes:
                         break
-        peaks = {way: self._peak_bytes(way) for way in (*self.ways, *more)}
+        every = (*self.ways, *more)
+        peaks = dict(zip(every, self._look_at(every), strict=True))
         fitting = [way for way in peaks if peaks[way] <= limit_bytes]
         return fitting or [min(peaks, key=lambda way: (peaks[way], way))]
 
-    def _peak_bytes(self, way: Way) -> float:
+    def _look_at(self, ways: Sequence[Way]) -> list[float]:
         """What the worst steps need. Notes whether something must be recomputed for that."""
         memory = self.pipeline.memory
         assert memory is not None
-        if way not in self._peaks_bytes:
+        laid: list[tuple[Way, Units]] = []
+        for way in ways:
+            if way in self._peaks_bytes:
+                continue
             self._peaks_bytes[way] = 0.0
             for lengths in self._worst:
                 documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
@@ -182,17 +187,19 @@ class Slicer:
                 heaviest = self.cuts.heaviest_first(documents)
                 timed = [one for one in heaviest for _ in range(self.cuts.alike)]
                 alone = Dealt([timed], [], sum([us for us, _ in timed]), 0)
-                units = self._lay(alone, 0, way)[:1]
-                peak_bytes = memory.peak_bytes(units[0])
-                if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
-                    self._tight.add(way)
-                    again = units[0]._replace(recomputed=(LAYERS,) * len(units[0].spans))
-                    peak_bytes = min(peak_bytes, memory.peak_bytes(again))
-                    fits = peak_bytes <= memory.limit_bytes
-                    if (fits and memory.exact) or way.windows:
-                        peak_bytes = memory.peak_bytes(self.pipeline.with_room(units)[0])
-                self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
-        return self._peaks_bytes[way]
+                laid.append((way, self._lay(alone, 0, way)[0]))
+        programs = memory.programs([units for _, units in laid]) if laid else []
+        for (way, units), program in zip(laid, programs, strict=True):
+            every = np.zeros(len(units.spans), dtype=np.int64)
+            peak_bytes = memory.program_bytes(program, every + NOTHING)
+            if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
+                self._tight.add(way)
+                peak_bytes = min(peak_bytes, memory.program_bytes(program, every + LAYERS))
+                fits = peak_bytes <= memory.limit_bytes
+                if (fits and memory.exact) or way.windows:
+                    peak_bytes = memory.peak_bytes(self.pipeline.with_room([units])[0])
+            self._peaks_bytes[way] = max(self._peaks_bytes[way], peak_bytes)
+        return [self._peaks_bytes[way] for way in ways]
 
     def alone(self, documents: Sequence[Document], num_units: int) -> Units:
         """The units of one replica that runs all of the documents, in about so many.

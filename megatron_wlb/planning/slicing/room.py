@@ -144,7 +144,10 @@ class MemoryLimit(NamedTuple):
         """The most that any rank of the pipeline holds in a step of these units."""
         table = UnitTable.of(units_of(units, self.multiple))
         program = Program(self.model, units.chains, table, window_bytes=units.window_bytes)
-        again = table.recomputed.astype(np.int64)
+        return self.program_bytes(program, table.recomputed.astype(np.int64))
+
+    def program_bytes(self, program: Program, again: Integers) -> float:
+        """The same of a program of :meth:`programs`, if that is recomputed of its units."""
         return max(
             self.model.alive_bytes(rank, float(program.peaks(rank, again).max(initial=0.0)))
             for rank in range(self.model.parallelism.pp_size)

@@ -159,6 +159,6 @@ def test_bytes_of_many_units_are_those_of_each(recompute: Recompute) -> None:
 def test_a_slice_keeps_the_state_it_leaves_and_the_one_a_kernel_took() -> None:
     """Two layers with states of 3 and 5 bytes; the second runs again and so keeps none taken."""
     again = Operation("again", state=5, inner=(Operation("inside"),))
-    tape = SliceTape(Tape((Operation("scan", state=3), again)))
+    tape = SliceTape(Tape.of((Operation("scan", state=3), again)))
     slices = UnitTable.of([Unit(10, Slice(0, n, n + 10, 30)) for n in (0, 10, 20)])
     assert tape.action_bytes("F", slices)[:, 2].tolist() == [8, 8 + 3, 3]

@@ -11,7 +11,7 @@ INNER = (
     Operation("up", saved=3.0, forward=7.0, backward=5.0, weight_bytes=9000),
     Operation("down", saved=2.0, forward=1.0, backward=11.0),
 )
-TAPE = Tape(
+TAPE = Tape.of(
     (
         Operation("embedding", saved=1.0, backward=2.0, weight_bytes=50_000),
         Operation("attention", saved=6.0, forward=4.0, backward=13.0),
@@ -30,13 +30,13 @@ def walked(tape: Tape, num_tokens: int) -> tuple[float, float]:
         forward.append(kept + working * num_tokens)
     backward = [kept]
     for one in reversed(tape.operations):
-        again = max(walked(Tape(one.inner), num_tokens)) if one.inner else 0.0
+        again = max(walked(Tape.of(one.inner), num_tokens)) if one.inner else 0.0
         backward.append(kept + one.backward * num_tokens + one.weight_bytes + again)
         kept -= one.saved * num_tokens
     return max(forward), max(backward)
 
 
-@pytest.mark.parametrize("tape", [TAPE, Tape(INNER), Tape(())])
+@pytest.mark.parametrize("tape", [TAPE, Tape.of(INNER), Tape.of(())])
 def test_peaks_are_those_of_a_walk(tape: Tape) -> None:
     sizes = [0, 1, 100, 1000, 3000, 10_000, 1_000_000]
     expected = np.array([walked(tape, size) for size in sizes]).T
