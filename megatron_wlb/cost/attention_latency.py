@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
@@ -343,6 +343,9 @@ class AttentionProfile:
         return record("attention profile: ", cls, values)
 
 
+_scaled = lru_cache(maxsize=64)(AttentionProfile.with_heads)  # searches of layouts want few
+
+
 def nearest_profile(
     profiles: Sequence[AttentionProfile],
     *,
@@ -362,4 +365,4 @@ def nearest_profile(
         return abs(math.log(shared)), abs(math.log(profile.num_heads / num_heads))
 
     fitting = [p for p in profiles if (p.head_dim, p.dtype) == (head_dim, dtype)]
-    return min(fitting, key=distance).with_heads(num_heads) if fitting else None
+    return _scaled(min(fitting, key=distance), num_heads) if fitting else None

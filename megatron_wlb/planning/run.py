@@ -580,7 +580,8 @@ class Run(Executed, _Batch):
         shape, known = self.shape, self.measured_attention
         latency: AttentionLatency
         if known is not None:
-            latency = replace(known, extrapolate=known.extrapolate or self.extrapolate)
+            extrapolates = self.extrapolate and not known.extrapolate
+            latency = replace(known, extrapolate=True) if extrapolates else known
         else:
             heads = shape.num_attention_heads // self.parallelism.tp_size
             head_dim = shape.layer.query_size // shape.num_attention_heads

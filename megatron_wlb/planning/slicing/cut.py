@@ -220,7 +220,8 @@ class Slicer:
         tried = [self.cuts.deal(heaviest)]
         if self._merges and heaviest and heaviest[0][0] > (1 + TOLERANCE) * tried[0].mean_us:
             tried.insert(0, self.cuts.deal(heaviest, merges=True))
-            if self.step_us(tried[0], way) >= self.step_us(tried[1], way):
+            merged_us, alone_us = (self.step_us(dealt, [way])[0] for dealt in tried)
+            if merged_us >= alone_us:
                 tried.pop(0)
         sizes = self.pipeline.layout.pp_size, self.pipeline.layout.vpp_size
         for dealt in tried:  # the last merges nothing
@@ -271,8 +272,8 @@ class Slicer:
 
     def _choose(self, dealt: Dealt) -> Way:
         """The first way in which this step and those looked at before are shortest, or about so."""
-        for way in self.ways:
-            self._spent_us[way] += self.step_us(dealt, way)
+        for way, us in zip(self.ways, self.step_us(dealt, self.ways), strict=True):
+            self._spent_us[way] += us
         best = min(self.ways, key=self._spent_us.__getitem__)
         if best.windows:
             return best
@@ -280,12 +281,16 @@ class Slicer:
         within = (way for way in self.ways if self._spent_us[way] <= limit_us)
         return next(way for way in within if not way.windows)
 
-    def step_us(self, dealt: Dealt, way: Way, group: int | None = None) -> float:
-        """Time of forwards and backwards, simulated, of a group; of that with most work if None."""
-        laid = self._lay(dealt, dealt.heaviest if group is None else group, way)
-        return self.pipeline.simulated_us(
-            self.pipeline.with_room(laid) if way in self._tight else laid
-        )
+    def step_us(self, dealt: Dealt, ways: Sequence[Way], group: int | None = None) -> list[float]:
+        """Time of forwards and backwards in each of the ways, simulated, of a group; of that with
+        most work if None.
+        """
+        group = dealt.heaviest if group is None else group
+        laid = {way: self._lay(dealt, group, way) for way in ways}
+        tight = [way for way in ways if way in self._tight]
+        rooms = self.pipeline.with_rooms([laid[way] for way in tight])
+        laid |= zip(tight, rooms, strict=True)
+        return [self.pipeline.simulated_us(laid[way]) for way in ways]
 
     def _lay(self, dealt: Dealt, group: int, way: Way) -> list[Units]:
         memory, window_bytes = self.pipeline.memory, 0.0

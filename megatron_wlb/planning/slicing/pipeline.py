@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from megatron_wlb.cost import Parallelism
+from megatron_wlb.cost.program import Program
 from megatron_wlb.cost.schedule.graph import Floats, Graph, graph_of
 from megatron_wlb.cost.schedule.hosting import Copies
 from megatron_wlb.cost.schedule.messages import slice_graph
@@ -76,11 +78,20 @@ class Pipeline:
         """The same, of which units are recomputed as memory asks: alike in replicas that run alike,
         and those that several replicas run together in all of them.
         """
+        return self.with_rooms([replicas])[0]
+
+    def with_rooms(self, steps: Sequence[Sequence[Units]]) -> list[list[Units]]:
+        """:meth:`with_room` of the replicas of each step, in less time than one by one."""
         if self.memory is None or not self.memory.recomputes:
-            return [*replicas]
+            return [[*replicas] for replicas in steps]
+        programs = iter(self.memory.programs([units for replicas in steps for units in replicas]))
+        return [self._with_room(replicas, [*islice(programs, len(replicas))]) for replicas in steps]
+
+    def _with_room(self, replicas: Sequence[Units], programs: Sequence[Program]) -> list[Units]:
+        assert self.memory is not None
         together: dict[Span, Recomputed] = {}
         chosen = []
-        pairs = [*zip(self.memory.programs(replicas), replicas, strict=True)]
+        pairs = [*zip(programs, replicas, strict=True)]
         for at in range(0, len(replicas), self.alike):
             group = pairs[at : at + self.alike]
             again = [NOTHING] * len(replicas[at].spans)

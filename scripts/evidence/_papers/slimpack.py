@@ -317,7 +317,7 @@ def _by_number(slicer: Slicer, documents: Sequence[Document]) -> dict[int, list[
     """Simulated times of each replica by the number of units, those that the package tries."""
     dealt = slicer.cuts.deal(slicer.cuts.heaviest_first(documents))
     return {
-        way.num_units: [slicer.step_us(dealt, way, group) for group in range(len(dealt.alone))]
+        way.num_units: [slicer.step_us(dealt, [way], group)[0] for group in range(len(dealt.alone))]
         for way in slicer.ways
     }
 
