@@ -47,7 +47,9 @@ class ActivationModel(Blocks):
         # What leaves a chunk that is not the last is sent and freed.
         grouped = [
             (group_layers, recomputed, number == len(groups) and not last)
-            for number, ((_, recomputed), group_layers) in enumerate(zip(groups, cut, strict=True), 1)
+            for number, ((_, recomputed), group_layers) in enumerate(
+                zip(groups, cut, strict=True), 1
+            )
         ]
         group = cache(self._group)  # most are alike
         runs = [(1, self._shared(self._embedding() if first else self._received()))]

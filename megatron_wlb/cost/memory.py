@@ -304,15 +304,15 @@ class MemoryModel(Executed):
         """The most bytes a token that are alive beside a forward or backward of each chunk, where
         all micro-batches are as long.
         """
-        saved = [tape.saved_per_token for tape in self.tapes[pp_rank]]
-        in_transit = self._in_transit_bytes(pp_rank, actions, np.ones(len(actions)))
-        kept, most = 0.0, dict[tuple[str, int], float]()
-        for action, transit_bytes in zip(actions, in_transit, strict=True):
-            kept -= saved[action.chunk] if action.kind == "B" else 0.0
-            own = action.kind, action.chunk
-            most[own] = max(most.get(own, 0.0), kept + transit_bytes)
-            kept += saved[action.chunk] if action.kind == "F" else 0.0
-        return most
+        saved = np.array([tape.saved_per_token for tape in self.tapes[pp_rank]])
+        backward, chunks, _ = columns_of(actions)
+        # A backward's own peak contains what it lets go of, and a forward's what it keeps.
+        change = np.where(backward, -saved[chunks], saved[chunks])
+        kept = np.cumsum(change) - np.where(backward, 0.0, change)
+        beside = kept + self._in_transit_bytes(pp_rank, actions, np.ones(len(actions)))
+        most = np.zeros((2, len(saved)))
+        np.maximum.at(most, (backward, chunks), beside)
+        return {("FB"[at], chunk): float(most[at, chunk]) for at, chunk in np.ndindex(most.shape)}
 
     @property
     def _state_shards(self) -> int:

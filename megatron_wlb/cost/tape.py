@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.schedule.graph import Floats
 
-
 MOST_IN_PATTERN = 8
 """Groups of layers in a pattern that comes several times."""
 

@@ -119,7 +119,7 @@ def _sliced(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> Order:
     return _order(sliced_columns(pp_size, chains, vpp_size))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def sliced_columns(pp_size: int, chains: tuple[int, ...], vpp_size: int) -> list[Columns]:
     """:func:`sliced` in arrays, which takes a tenth of the time."""
     if min(chains, default=0) < 1:

@@ -188,7 +188,7 @@ class Slicer:
                 timed = [one for one in heaviest for _ in range(self.cuts.alike)]
                 alone = Dealt([timed], [], sum([us for us, _ in timed]), 0)
                 laid.append((way, self._lay(alone, 0, way)[0]))
-        programs = memory.programs([units for _, units in laid]) if laid else []
+        programs = memory.programs([units for _, units in laid])
         for (way, units), program in zip(laid, programs, strict=True):
             every = np.zeros(len(units.spans), dtype=np.int64)
             peak_bytes = memory.program_bytes(program, every + NOTHING)

@@ -49,9 +49,18 @@ SHORT_DOCUMENTS = 64
 """Short documents in the longest one, for the steps that need most memory."""
 
 
-def unit_of(spans: Sequence[Span], num_tokens: int, sharing: Sharing = NO_SHARING) -> Unit:
+def unit_of(
+    spans: Sequence[Span],
+    num_tokens: int,
+    sharing: Sharing = NO_SHARING,
+    ranks: tuple[int, ...] = (),
+    recomputed: Recomputed = NOTHING,
+    divided: bool = False,
+) -> Unit:
     """What memory is counted of in a micro-batch: also the slice that it runs first, if any."""
-    return Unit(num_tokens, _slice_of(spans, sharing.tree), states=_states_of(spans, sharing))
+    cut = _slice_of(spans, sharing.tree)
+    divided = divided and cut is not None
+    return Unit(num_tokens, cut, ranks, recomputed, divided, _states_of(spans, sharing))
 
 
 def rows_seen(
@@ -101,8 +110,7 @@ def units_of(units: Units, length_multiple: int) -> list[Unit]:
         multiple = merged_multiple(length_multiple, len(ranks))
         multiples = max(1, -(-sum([stop - start for _, start, stop in spans]) // multiple))
         num_tokens = multiples * multiple // (len(ranks) or 1)
-        unit = unit_of(spans, num_tokens, shared)._replace(ranks=ranks, recomputed=recomputed)
-        found.append(unit._replace(divided=units.divided and unit.slice is not None))
+        found.append(unit_of(spans, num_tokens, shared, ranks, recomputed, units.divided))
     return found
 
 
@@ -155,6 +163,8 @@ class MemoryLimit(NamedTuple):
 
     def programs(self, replicas: Sequence[Units]) -> list[Program]:
         """What replicas hold, whatever of their units is recomputed."""
+        if not replicas:
+            return []
         plain = [units._replace(recomputed=()) for units in replicas]
         tables = [UnitTable.of(units_of(units, self.multiple)) for units in plain]
         bytes_of = UnitBytes(self.model, tables)

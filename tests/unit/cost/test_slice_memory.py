@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 from _quickstart.recording import chained
 
+from megatron_wlb.cli.model import read_model
 from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.schedule.order import Action, columns_of, sliced
 from megatron_wlb.cost.slices import Slice, SliceTape, Unit, UnitTable
@@ -154,6 +155,28 @@ def test_bytes_of_many_units_are_those_of_each(recompute: Recompute) -> None:
         for at in range(0, len(units), 37):
             alone = memory.unit_bytes(tape, kind, UnitTable.of(units[at : at + 1]))
             assert (every[at] == alone[0]).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full", "block", 5)])
+def test_equal_layers_peak_in_the_first_two_or_the_last(name: str, recompute: Recompute) -> None:
+    shape, execution = read_model(name).shape, Execution(Parallelism(cp_size=2), recompute)
+    ((tape,),) = MemoryModel(shape, execution).tapes
+    assert max(num for num, _ in tape.runs) > 3
+    cuts = [(0, 500), (500, 4000), (4000, 90_000), (90_000, 90_001), (90_001, 100_000)]
+    units = [
+        Unit(b - a + 64 * (a % 3), Slice(0, a, b, 100_000), divided=b % 2 > 0) for a, b in cuts
+    ]
+    every = Tape.of(tape.operations)
+    for kind in "FB":
+        found, expected = (
+            SliceTape(one, 2).action_bytes(kind, UnitTable.of(units)) for one in (tape, every)
+        )
+        assert found.tolist() == expected.tolist()
+    assert (
+        tape.backward_peak_bytes([1, 10**6]).tolist()
+        == every.backward_peak_bytes([1, 10**6]).tolist()
+    )
 
 
 def test_a_slice_keeps_the_state_it_leaves_and_the_one_a_kernel_took() -> None:

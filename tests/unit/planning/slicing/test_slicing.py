@@ -394,9 +394,9 @@ def test_a_rough_search_gives_up_where_most_units_need_far_too_much(
     workload = run.workload(REFERENCE, seed=1)
     assert workload.memory is not None
     memory = workload.memory._replace(exact=False, recomputes=False)
-    looked, peak_bytes = [], MemoryLimit.peak_bytes
+    looked, peak_bytes = [], MemoryLimit.program_bytes
     monkeypatch.setattr(
-        MemoryLimit, "peak_bytes", lambda *args: looked.append(args) or peak_bytes(*args)
+        MemoryLimit, "program_bytes", lambda *args: looked.append(args) or peak_bytes(*args)
     )
     slicing = replace(workload, memory=memory).planner(setting, 30, costs=run.costs).slicing
     assert slicing.ways == [Way(numbers_of_units(4, 4)[-1])]
