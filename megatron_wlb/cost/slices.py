@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -308,8 +307,11 @@ def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> F
     again_of: dict[int, list[list[float]]] = {}  # of the operations inside one
 
     def note(tokens: float, once: float, *rows: float) -> None:
-        alive = ([a - b, b, c] for a, b, c in zip(left, own, done, strict=True))
-        moments.append([tokens, once, *chain(*alive), *rows, *[0.0] * (4 - len(rows))])
+        (keys, gradients), (own_keys, own_gradients) = left, own
+        of_keys = keys - own_keys, own_keys, done[0]
+        of_gradients = gradients - own_gradients, own_gradients, done[1]
+        none = (0.0,) * (4 - len(rows))
+        moments.append([tokens, once, *of_keys, *of_gradients, *rows, *none])
 
     note(kept, 0.0)
     for times, operation in tape.walked(backward=backward):

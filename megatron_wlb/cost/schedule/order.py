@@ -233,10 +233,14 @@ MOST_PASSES = 1 << 20
 """The most forward passes of a pipeline and step: more take seconds and gigabytes."""
 
 
+@lru_cache(maxsize=8)
 def schedule(
     pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None = None
 ) -> Order:
-    """The order that Megatron picks: :func:`interleaved`, or with one chunk :func:`one_f_one_b`."""
+    """The order that Megatron picks: :func:`interleaved`, or with one chunk :func:`one_f_one_b`.
+
+    It is kept, and is not to be changed.
+    """
     if vpp_size == 1:
         return one_f_one_b(pp_size, num_micro_batches)
     return interleaved(pp_size, vpp_size, num_micro_batches, group_size)

@@ -155,8 +155,11 @@ class Slicer:
         memory = self.pipeline.memory
         assert memory is not None
         finest = self.ways[-1]._replace(divided=self.ways[-1].divided or may_divide)
-        if not memory.exact and self._look_at([finest])[0] > HOPELESS * limit_bytes:
-            return [finest]
+        if not memory.exact and (peak_bytes := self._look_at([finest])[0]) > limit_bytes:
+            if peak_bytes > HOPELESS * limit_bytes:
+                return [finest]
+            # Divided ones hold less.
+            self.ways, may_divide = [w._replace(divided=finest.divided) for w in self.ways], False
         for way, peak_bytes in zip(self.ways, self._look_at(self.ways), strict=True):
             if peak_bytes <= SURE * limit_bytes and (memory.exact or way not in self._tight):
                 continue
