@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import floor
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -84,11 +85,12 @@ class Devices(Executed):
     """The most TP; a node's devices if not given."""
 
     def limit_gib(self, layout: Parallelism, slices: bool = False) -> float:
-        """What tensors may take in a layout, where documents run in ``slices`` or whole."""
+        """What tensors may take in a layout, for ``slices`` or whole documents: as flags say it."""
         limit_gib = self.memory_gib
         if limit_gib is None:
             limit_gib = tensors_gib(self.hardware, layout, slices)
-        return limit_gib * (1 - self.headroom) if limit_gib > 0 else limit_gib
+        hundredths = floor(100 * limit_gib * (1 - self.headroom))
+        return hundredths / 100 if hundredths > 0 else limit_gib
 
 
 class Documents(Protocol):
@@ -580,8 +582,7 @@ class Run(Executed, _Batch):
         shape, known = self.shape, self.measured_attention
         latency: AttentionLatency
         if known is not None:
-            extrapolates = self.extrapolate and not known.extrapolate
-            latency = replace(known, extrapolate=True) if extrapolates else known
+            latency = replace(known, extrapolate=True) if self.extrapolate else known
         else:
             heads = shape.num_attention_heads // self.parallelism.tp_size
             head_dim = shape.layer.query_size // shape.num_attention_heads

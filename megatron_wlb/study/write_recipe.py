@@ -110,7 +110,7 @@ def balance_settings(run: Run, setting: PackingSettings, config: WlbConfig) -> d
         found["wlb_long_documents"] = config.wlb_long_documents
     if setting.kind.slices and run.memory_gib is not None:
         # Or training would choose them by time alone.
-        found["wlb_memory_gib"] = int(10 * run.memory_gib) / 10
+        found["wlb_memory_gib"] = run.memory_gib
     if setting.kind.slices:
         found["wlb_host_gib"] = run.execution.host_gib or None
     if run.parallelism.cp_size > 1:

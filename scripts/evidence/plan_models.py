@@ -15,15 +15,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from _common import parser_of, put
 
 from megatron_wlb.errors import run_program
+from megatron_wlb.planning.from_words import settings_of_script
+from megatron_wlb.settings.recipe import read_recipe
+from megatron_wlb.simulator.choose import choose_packing
+from megatron_wlb.simulator.forecast import forecast
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
 MODELS = {
@@ -33,6 +39,10 @@ MODELS = {
     "nemotron-3-super": "Nemotron 3 Super",
 }  # fmt: skip
 WINDOWS = (32768, 65536, 131072, 262144)
+LARGE = ("qwen3-235b-a22b", "deepseek-v3")
+"""Models that do not fit 64 devices."""
+AXES = ("tp", "cp", "pp", "vpp", "ep")
+FIGURES = ("speedup", "step_ms", "mfu", "peak_gib", "imbalance_mean", "delay_mean")
 NUM_DOCUMENTS, MEDIAN, SIGMA, SEED = 60_000, 1500, 1.1, 1
 
 
@@ -60,6 +70,33 @@ class Row:
             *("--num-devices", str(self.num_devices), "--window", str(self.window)),
             *("--num-micro-batches", str(self.num_devices // each)),
         ]
+
+    def said(self, folder: Path) -> dict[str, list[float]]:
+        """What `plan` says of the row's best layout and packing, and what `simulate`, a dry run and
+        `auto` say of the command that it prints.
+        """
+        best = json.loads(self.kept(folder).read_text())["ranked"][0]
+        shaped = "+shape" if best["shaped"] else ""
+        source, recipe = self.command(folder), folder / "recipe.yaml"
+        packings = ["--packing", f"original,{best['packing']}{shaped}", "--json"]
+        sizes = [(f"--{axis}-size", str(best[f"{axis}_size"])) for axis in AXES]
+        plan = answered([*source, *chain(*sizes), "--recompute", best["recompute"], *packings])
+        row = next(one for one in plan["ranked"] if one["title"] == best["title"])
+        machine = {"NUM_NODES": self.num_devices // 8, "GPUS_PER_NODE": 8}
+        recipe.write_text(yaml.safe_dump({"ENV_VARS": machine, "MODEL_ARGS": plan["flags"]}))
+        given = [*source[2 : source.index("--model")], "--model", str(recipe), *packings]
+        simulated = answered(
+            ["wlb", "simulate", *given, "--sharding", "adaptive", "--steps", str(row["steps"])]
+        )
+        found = {"plan": row, "simulate": simulated["rows"][-1]}
+        if self.lengths == "reference":  # as recipes without documents have them
+            config = settings_of_script(read_recipe(str(recipe), {}).arguments)
+            found["dry run"] = forecast(config, self.num_devices)
+            if not shaped:
+                open_config = replace(config, wlb=replace(config.wlb, wlb_packing="auto"))
+                gains = choose_packing(open_config, self.num_devices).gains
+                found["auto"] = row | {"speedup": gains[best["packing"]]}
+        return {who: [round(one[name], 9) for name in FIGURES] for who, one in found.items()}
 
     def cells(self, found: dict[str, Any]) -> list[str]:
         """The line of the table: the best of all, and what others do beside it."""
@@ -90,6 +127,25 @@ class Row:
         ]  # fmt: skip
 
 
+def answered(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def check(folder: Path, chosen: Iterable[Row]) -> int:
+    """Prints what commands say of each row that is there; 1 where they differ."""
+    differ = 0
+    for row in chosen:
+        if row.kept(folder).exists():
+            said = row.said(folder)
+            alike = len({*map(tuple, said.values())}) == 1
+            differ += not alike
+            shown = said["plan"] if alike else said
+            print(row.kept(Path()).stem, *said, "alike:" if alike else "DIFFER:", shown, flush=True)
+    return int(differ > 0)
+
+
 def table(folder: Path) -> str:
     """Of all rows that are there."""
     head = ("Model", "GPUs", "Window", "Documents", "Fastest, and its layout", "Gain", "`hold`",
@@ -105,8 +161,9 @@ def rows(models: list[str], windows: tuple[int, ...], devices: tuple[int, ...]) 
     for model in models:
         for number in devices:
             yield from (Row(model, number, window, "reference") for window in windows)
-        if 32768 in windows and 64 in devices:
-            yield Row(model, 64, 32768, "tuning")
+        number = 256 if model in LARGE else 64
+        if 32768 in windows and number in devices:
+            yield Row(model, number, 32768, "tuning")
 
 
 def main() -> int:
@@ -119,10 +176,15 @@ def main() -> int:
     )
     parser.add_argument("--devices", nargs="+", type=int, default=(64, 256), choices=(64, 256))
     parser.add_argument("--page", type=Path, help="page whose table is written, without a search")
+    about = "whether other commands say the same of rows that are there, without a search"
+    parser.add_argument("--check", action="store_true", help=about)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    chosen = rows(args.models, tuple(args.windows), tuple(args.devices))
+    if args.check:
+        return check(args.out, chosen)
     if args.page is None:
-        for row in rows(args.models, tuple(args.windows), tuple(args.devices)):
+        for row in chosen:
             if (path := row.kept(args.out)).exists():
                 continue
             print(row.kept(Path()).stem, file=sys.stderr)
