@@ -44,13 +44,9 @@ class ActivationModel(Blocks):
             layers = self.parallelism.stages(self.shape)[0].layers
         groups = self.recompute.groups(sum(num for num, _ in layers))
         cut = slices(layers, (num for num, _ in groups))
-        # What leaves a chunk that is not the last is sent and freed.
-        grouped = [
-            (group_layers, recomputed, number == len(groups) and not last)
-            for number, ((_, recomputed), group_layers) in enumerate(
-                zip(groups, cut, strict=True), 1
-            )
-        ]
+        grouped = [(own, again, False) for (_, again), own in zip(groups, cut, strict=True)]
+        if grouped and not last:  # what leaves the chunk is sent and freed
+            grouped[-1] = (*grouped[-1][:2], True)
         group = cache(self._group)  # most are alike
         runs = [(1, self._shared(self._embedding() if first else self._received()))]
         for num, pattern in in_runs(grouped):
