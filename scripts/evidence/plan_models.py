@@ -28,7 +28,7 @@ from _common import parser_of, put
 from megatron_wlb.errors import run_program
 from megatron_wlb.planning.from_words import settings_of_script
 from megatron_wlb.settings.recipe import read_recipe
-from megatron_wlb.simulator.choose import choose_packing
+from megatron_wlb.simulator.choose import CANDIDATES, choose_packing
 from megatron_wlb.simulator.forecast import forecast
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
@@ -92,7 +92,7 @@ class Row:
         if self.lengths == "reference":  # as recipes without documents have them
             config = settings_of_script(read_recipe(str(recipe), {}).arguments)
             found["dry run"] = forecast(config, self.num_devices)
-            if not shaped:
+            if not shaped and best["packing"] in CANDIDATES:
                 open_config = replace(config, wlb=replace(config.wlb, wlb_packing="auto"))
                 gains = choose_packing(open_config, self.num_devices).gains
                 found["auto"] = row | {"speedup": gains[best["packing"]]}
