@@ -77,7 +77,7 @@ class Row:
         """
         best = json.loads(self.kept(folder).read_text())["ranked"][0]
         shaped = "+shape" if best["shaped"] else ""
-        source, recipe = self.command(folder), folder / "recipe.yaml"
+        source, recipe = self.command(folder), self.kept(folder).with_suffix(".yaml")
         packings = ["--packing", f"original,{best['packing']}{shaped}", "--json"]
         sizes = [(f"--{axis}-size", str(best[f"{axis}_size"])) for axis in AXES]
         plan = answered([*source, *chain(*sizes), "--recompute", best["recompute"], *packings])
