@@ -81,7 +81,8 @@ class Tape:
         """The operations in the order of a pass, each with how many it stands for.
 
         What is alive changes by as much from one of equal groups to the next, once there has been
-        one. So the most is alive in the first two or the last, and those between stand together.
+        one: what ``cached`` and ``joined`` change lasts until the next attention. So the most is
+        alive in the first two or the last, and those between stand together.
         """
         for num, group in reversed(self.runs) if backward else self.runs:
             ordered = group[::-1] if backward else group

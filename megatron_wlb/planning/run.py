@@ -89,7 +89,7 @@ class Devices(Executed):
         limit_gib = self.memory_gib
         if limit_gib is None:
             limit_gib = tensors_gib(self.hardware, layout, slices)
-        hundredths = floor(100 * limit_gib * (1 - self.headroom))
+        hundredths = floor(100 * limit_gib * (1 - self.headroom) + 1e-6)
         return hundredths / 100 if hundredths > 0 else limit_gib
 
 

@@ -410,7 +410,7 @@ def _sliced(
             try:
                 run.memory.check_state(run.limit_gib * GIB)  # before all that takes time
                 check_document(memory, workload.longest(setting))
-                workload = replace(workload, memory=memory)
+                workload, least_bytes = replace(workload, memory=memory), 0.0
                 planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))
                 assert isinstance(planner.slicing, Slicer)
                 least_bytes = planner.slicing.peak_bytes

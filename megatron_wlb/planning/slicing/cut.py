@@ -158,8 +158,8 @@ class Slicer:
         if not memory.exact and (peak_bytes := self._look_at([finest])[0]) > limit_bytes:
             if peak_bytes > HOPELESS * limit_bytes:
                 return [finest]
-            # Divided ones hold less.
-            self.ways, may_divide = [w._replace(divided=finest.divided) for w in self.ways], False
+            if may_divide and not self.pipeline.may_host:  # Divided ones hold less.
+                self.ways, may_divide = [way._replace(divided=True) for way in self.ways], False
         for way, peak_bytes in zip(self.ways, self._look_at(self.ways), strict=True):
             if peak_bytes <= SURE * limit_bytes and (memory.exact or way not in self._tight):
                 continue
