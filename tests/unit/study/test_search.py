@@ -88,6 +88,15 @@ def test_candidates_fit_and_what_memory_rejects_does_not(found: Search) -> None:
     assert any(c.scenario.recompute.granularity for c in found.candidates)
 
 
+def test_memory_limits_are_what_a_flag_says() -> None:
+    """Given ones stay, also where floats are a little below their hundredth."""
+    for gib, headroom, expected in ((32.3, 0.0, 32.3), (32.3, 0.05, 30.68), (0.004, 0.0, 0.004)):
+        where = space(memory_gib=gib, headroom=headroom)
+        assert where.limit_gib(Parallelism()) == expected
+    free = space(memory_gib=None, headroom=0.05).limit_gib(Parallelism(pp_size=2), slices=True)
+    assert free == float(f"{free:.2f}")
+
+
 def test_ranking_is_by_simulated_work_a_second(found: Search) -> None:
     assert found.original is not None
     original = found.original.outcome
