@@ -80,13 +80,13 @@ class Tape:
     def walked(self, *, backward: bool = False) -> Iterator[tuple[int, Operation]]:
         """The operations in the order of a pass, each with how many it stands for.
 
-        What is alive changes by as much from one of equal groups to the next, once there has been
-        one: what ``cached`` and ``joined`` change lasts until the next attention. So the most is
-        alive in the first two or the last, and those between stand together.
+        Forward, each of equal groups leaves more than it found. Backward, what is alive changes by
+        as much from one to the next. So the most is alive in the first or the last, and those
+        between stand together. What ``cached`` and ``joined`` change forward lasts until attention.
         """
         for num, group in reversed(self.runs) if backward else self.runs:
             ordered = group[::-1] if backward else group
-            for times in (1, 1, num - 3, 1) if num > 3 else (1,) * num:
+            for times in (1, num - 2, 1) if num > 2 else (1,) * num:
                 yield from ((times, operation) for operation in ordered)
 
     @cached_property

@@ -163,6 +163,8 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     command = shlex.split(recipe.command(flags, 32, 8))
     words = command[command.index("megatron_wlb.launch") + 1 :]
     assert list(read_recipe(path, {}).arguments) == words
+    limited = replace(scenario, memory_gib=60.31), PackingSettings.parse("slim", 4096, 6144)
+    assert recipe.balance_settings(*limited, told)["wlb_memory_gib"] == 60.31  # as it was searched
     # Megatron's script has two shells read the value, which a pipe would end.
     assert r"--pipeline-model-parallel-layout: Et*9\\|t*8\\|t*10\\|t*5L" in path.read_text()
     wlb = parse(words).wlb
