@@ -281,8 +281,7 @@ class MemoryModel(Executed):
                 for (kind, chunk), per_token in own.items():
                     tape = tapes[chunk]
                     if (key := (kind, id(tape))) not in peaks:
-                        peak = tape.forward_peak_bytes if kind == "F" else tape.backward_peak_bytes
-                        peaks[key] = peak(num_tokens)
+                        peaks[key] = tape.peak_bytes(num_tokens, backward=kind == "B")
                     fits &= per_token * num_tokens + peaks[key] <= left
             return int(np.count_nonzero(fits))
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.attention_latency import TILE, filled, key_parts
 from megatron_wlb.cost.schedule.graph import Floats
-from megatron_wlb.cost.tape import Operation, Tape
+from megatron_wlb.cost.tape import Runs, Tape, highest
 
 _TOGETHER = 256
 """Slices whose moments are worked out together, in some MB."""
@@ -187,9 +187,9 @@ class SliceTape:
         rows = np.stack([let_go, np.empty(len(kept)), keeps], axis=1)
         whole, cut = np.flatnonzero(units.length == 0), np.flatnonzero(units.length)
         if len(whole):
-            tape, tokens = self.tape, units.num_tokens[whole]
-            peaks = tape.backward_peak_bytes if backward else tape.forward_peak_bytes
-            rows[whole, 1] = peaks(tokens) + self._states(units.some(whole))
+            some = units.some(whole)
+            peaks = self.tape.peak_bytes(some.num_tokens, backward=backward)
+            rows[whole, 1] = peaks + self._states(some)
         if len(cut):
             some = units.some(cut)
             alive = self._peaks(some, share[cut], held[:, cut], backward)
@@ -250,8 +250,7 @@ class SliceTape:
     def _saved(self) -> tuple[float, float]:
         """Bytes a token that a micro-batch keeps, with others and alone."""
         total = self.tape.total
-        saved = self.tape.saved_per_token + total(attrgetter("apart"))
-        return saved + total(attrgetter("joined")), saved - total(attrgetter("cached"))
+        return total(lambda o: o.kept(Runs.BOTH)), total(lambda o: o.kept(Runs.SLICE))
 
     @cached_property
     def _handed(self) -> tuple[float, float]:
@@ -267,83 +266,7 @@ class SliceTape:
     @cached_property
     def _rows(self) -> dict[tuple[bool, bool], Floats]:
         return {
-            (backward, alone): _highest(_moments(self.tape, backward, alone, self.in_fp32))
+            (backward, alone): highest(self.tape.moments(backward, runs, self.in_fp32))
             for backward in (False, True)
-            for alone in (False, True)
+            for alone, runs in ((False, Runs.BOTH), (True, Runs.SLICE))
         }
-
-
-def _highest(moments: Floats) -> Floats:
-    """Leaves out moments beside which another is as high in everything: no peak changes."""
-    num = moments.shape[1]
-    above = np.zeros((num, num), dtype=bool)  # whether one is higher than another in anything
-    for row in moments:
-        above |= row[:, None] > row
-    before = ~np.tri(num, dtype=bool)  # of equal ones the first stays
-    keep = (above.T | ~(above | before)).all(axis=0)
-    return moments[:, keep]
-
-
-def _moments(tape: Tape, backward: bool, alone: bool | None, in_fp32: bool) -> Floats:
-    """What is alive in each moment of a pass, ``[12, moments]``, by what it grows with.
-
-    Tokens; once; then the buffers of layers that have not run, that run now and that have run: of
-    keys, and of their gradients; keys of the slices before. Then, where ranks divide the buffers,
-    these keys, those of the slice besides, and this rank's share of the former. Of layers that are
-    run again, ``alone`` None counts all that whole documents keep.
-    """
-
-    def saved(operation: Operation) -> float:
-        if alone is None:
-            return operation.saved + operation.apart
-        besides = -operation.cached if alone else operation.joined
-        return operation.saved + operation.apart + besides
-
-    left = [tape.total(attrgetter("keys")), tape.total(attrgetter("gradients"))]
-    own, done = [0.0, 0.0], [0.0, 0.0]
-    kept = tape.total(saved) if backward else 0.0
-    given = 0.0  # to attention, which does not keep it
-    moments: list[list[float]] = []
-    again_of: dict[int, list[list[float]]] = {}  # of the operations inside one
-
-    def note(tokens: float, once: float, *rows: float) -> None:
-        (keys, gradients), (own_keys, own_gradients) = left, own
-        of_keys = keys - own_keys, own_keys, done[0]
-        of_gradients = gradients - own_gradients, own_gradients, done[1]
-        none = (0.0,) * (4 - len(rows))
-        moments.append([tokens, once, *of_keys, *of_gradients, *rows, *none])
-
-    note(kept, 0.0)
-    for times, operation in tape.walked(backward=backward):
-        own = [times * operation.keys, times * operation.gradients]
-        if times > 1:
-            kept += -times * saved(operation) if backward else times * saved(operation)
-        elif backward:
-            tokens, once = kept + operation.backward, float(operation.weight_bytes)
-            # Divided rows as they come and in their order, then with their gradients, then these
-            # as they go; those of the next layer come meanwhile.
-            keys, sums = (0.0, 0.0) if operation.inner else own
-            note(kept, once, 0.0, 0.0, 3 * keys)
-            note(tokens, once, operation.prefix, 0.0, 2 * keys + sums)
-            sent = sums if in_fp32 else keys
-            note(tokens, once, 0.0, sent, keys + sums, sent)
-            inner = operation.inner
-            if inner and id(inner) not in again_of:
-                both = (_moments(Tape.of(inner), again, None, in_fp32) for again in (False, True))
-                again_of[id(inner)] = np.concatenate([*both], axis=1).T.tolist()
-            for more, weight, *rest in again_of.get(id(inner), ()):
-                note(tokens + more, once + weight, *rest[6:])
-            kept -= saved(operation)
-        else:
-            working = operation.forward
-            if operation.inner:
-                working = max(o.forward + o.saved + o.apart for o in operation.inner)
-            kept += saved(operation)
-            given += operation.saved + operation.apart - saved(operation)
-            keys = max((o.keys for o in operation.inner), default=operation.keys)
-            note(kept + given + working, 0.0, 0.0, 2 * keys, keys)
-            if operation.keys:
-                given = 0.0
-        left = [a - b for a, b in zip(left, own, strict=True)]
-        done = [a + b for a, b in zip(done, own, strict=True)]
-    return np.array(moments, dtype=np.float64).T

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from operator import attrgetter
 from typing import TypeVar
@@ -22,6 +23,15 @@ MOST_IN_PATTERN = 8
 """Groups of layers in a pattern that comes several times."""
 
 Item = TypeVar("Item")
+
+
+class Runs(Enum):
+    """What of its documents a micro-batch runs."""
+
+    WHOLE = "whole documents"
+    SLICE = "a slice and nothing else"
+    BOTH = "a slice beside whole documents"
+    AGAIN = "a slice's layers, once more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,13 @@ class Operation:
     """Bytes of the state that a slice takes or leaves, once."""
     stays: float = 0.0
     """The part of ``saved`` that is on the device even if a micro-batch is hosted."""
+
+    def kept(self, runs: Runs) -> float:
+        """Bytes a token from its forward to its backward."""
+        if runs is Runs.WHOLE:
+            return self.saved
+        besides = {Runs.SLICE: -self.cached, Runs.BOTH: self.joined}
+        return self.saved + self.apart + besides.get(runs, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,45 +116,78 @@ class Tape:
         """Bytes of them that do not go to the host."""
         return self.total(attrgetter("stays"))
 
-    def forward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
-        """The most that a micro-batch adds while it runs forward, what it keeps included.
-
-        Of many, all at once.
+    def peak_bytes(self, num_tokens: npt.ArrayLike, *, backward: bool) -> Floats:
+        """The most that micro-batches of whole documents add while they run forward, or have while
+        they run backward, what they keep included.
         """
-        return _most(self._forward, num_tokens)
-
-    def backward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
-        """The most of a micro-batch while it runs backward, what it has kept included.
-
-        Of many, all at once.
-        """
-        return _most(self._backward, num_tokens)
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        per_token, once = (row.reshape(-1, *[1] * tokens.ndim) for row in self._whole[backward])
+        most: Floats = (per_token * tokens + once).max(axis=0)
+        return most
 
     @cached_property
-    def _forward(self) -> Floats:
-        """What is alive in each moment: bytes a token, and bytes once, ``[2, moments]``."""
-        kept, moments = 0.0, [(0.0, 0.0)]
-        for times, operation in self.walked():
-            working = operation.forward
-            if operation.inner:  # forward without keeping anything: its largest operation
-                working = max(o.forward + o.saved for o in operation.inner)
-            kept += times * operation.saved
-            moments.append((kept + working, 0.0))
-        return _highest(moments)
+    def _whole(self) -> tuple[Floats, Floats]:
+        """Of whole documents: bytes a token, and bytes once, forward and backward."""
+        forward, backward = (self.moments(again, Runs.WHOLE)[:2] for again in (False, True))
+        return highest(forward), highest(backward)
 
-    @cached_property
-    def _backward(self) -> Floats:
-        kept = self.saved_per_token
-        moments = [(kept, 0.0)]
-        for times, operation in self.walked(backward=True):
-            tokens, weight = kept + operation.backward, operation.weight_bytes
-            moments.append((tokens, weight))
-            if operation.inner:
-                inner = Tape.of(operation.inner)
-                both = np.concatenate([inner._forward, inner._backward], axis=1).T.tolist()
-                moments += ((tokens + own, weight + once) for own, once in both)
-            kept -= times * operation.saved
-        return _highest(moments)
+    def moments(self, backward: bool, runs: Runs, in_fp32: bool = False) -> Floats:
+        """What is alive in each moment of a pass, ``[12, moments]``, by what it grows with.
+
+        Tokens; once; then the buffers of layers that have not run, that run now and that have run:
+        of keys, and of their gradients; keys of the slices before. Then, where ranks divide the
+        buffers, these keys, those of the slice besides, and this rank's share of the former.
+        ``in_fp32`` says whether these ranks sum gradients of keys and values in fp32.
+        """
+        left = [self.total(attrgetter("keys")), self.total(attrgetter("gradients"))]
+        own, done = [0.0, 0.0], [0.0, 0.0]
+        kept = self.total(lambda o: o.kept(runs)) if backward else 0.0
+        given = 0.0  # to attention, which does not keep it
+        once_more = runs if runs is Runs.WHOLE else Runs.AGAIN
+        moments: list[list[float]] = []
+        again_of: dict[int, list[list[float]]] = {}  # of the operations inside one
+
+        def note(tokens: float, once: float, *rows: float) -> None:
+            (keys, gradients), (own_keys, own_gradients) = left, own
+            of_keys = keys - own_keys, own_keys, done[0]
+            of_gradients = gradients - own_gradients, own_gradients, done[1]
+            none = (0.0,) * (4 - len(rows))
+            moments.append([tokens, once, *of_keys, *of_gradients, *rows, *none])
+
+        note(kept, 0.0)
+        for times, operation in self.walked(backward=backward):
+            own = [times * operation.keys, times * operation.gradients]
+            saved, inner = operation.kept(runs), operation.inner
+            if times > 1:
+                kept += -times * saved if backward else times * saved
+            elif backward:
+                tokens, once = kept + operation.backward, float(operation.weight_bytes)
+                # Divided rows as they come and in their order, then with their gradients, then
+                # these as they go; those of the next layer come meanwhile.
+                keys, sums = (0.0, 0.0) if inner else own
+                note(kept, once, 0.0, 0.0, 3 * keys)
+                note(tokens, once, operation.prefix, 0.0, 2 * keys + sums)
+                sent = sums if in_fp32 else keys
+                note(tokens, once, 0.0, sent, keys + sums, sent)
+                if inner and id(inner) not in again_of:
+                    both = (Tape.of(inner).moments(b, once_more, in_fp32) for b in (False, True))
+                    again_of[id(inner)] = np.concatenate([*both], axis=1).T.tolist()
+                for more, weight, *rest in again_of.get(id(inner), ()):
+                    note(tokens + more, once + weight, *rest[6:])
+                kept -= saved
+            else:
+                working = operation.forward
+                if inner:  # forward without keeping anything: its largest operation
+                    working = max(o.forward + o.kept(once_more) for o in inner)
+                kept += saved
+                given += operation.kept(once_more) - saved
+                keys = max((o.keys for o in inner), default=operation.keys)
+                note(kept + given + working, 0.0, 0.0, 2 * keys, keys)
+                if operation.keys:
+                    given = 0.0
+            left = [a - b for a, b in zip(left, own, strict=True)]
+            done = [a + b for a, b in zip(done, own, strict=True)]
+        return np.array(moments, dtype=np.float64).T
 
 
 def in_runs(items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
@@ -155,20 +205,15 @@ def in_runs(items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
         at += num * size
 
 
-def _most(moments: Floats, num_tokens: npt.ArrayLike) -> Floats:
-    tokens = np.asarray(num_tokens, dtype=np.float64)
-    per_token, once = (row.reshape(-1, *[1] * tokens.ndim) for row in moments)
-    most: Floats = (per_token * tokens + once).max(axis=0)
-    return most
-
-
-def _highest(moments: Iterable[tuple[float, float]]) -> Floats:
-    """Leaves out moments beside which another is as high in both."""
-    left: list[tuple[float, float]] = []
-    for own, once in sorted(moments, reverse=True):
-        if not left or once > left[-1][1]:
-            left.append((own, once))
-    return np.array(left).T
+def highest(moments: Floats) -> Floats:
+    """Leaves out moments beside which another is as high in everything: no peak changes."""
+    num = moments.shape[1]
+    above = np.zeros((num, num), dtype=bool)  # whether one is higher than another in anything
+    for row in moments:
+        above |= row[:, None] > row
+    before = ~np.tri(num, dtype=bool)  # of equal ones the first stays
+    keep = (above.T | ~(above | before)).all(axis=0)
+    return moments[:, keep]
 
 
 def with_more(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:

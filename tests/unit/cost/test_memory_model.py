@@ -44,7 +44,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
         tape = model.tapes[rank][0]
         most = max(
             sum(lengths[oldest + 1 : oldest + 4 - rank]) * tape.saved_per_token
-            + tape.backward_peak_bytes(lengths[oldest])
+            + tape.peak_bytes(lengths[oldest], backward=True)
             for oldest in range(len(lengths))
         )
         peak = model.activation_peak_bytes(rank, lengths)

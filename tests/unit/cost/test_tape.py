@@ -40,5 +40,6 @@ def walked(tape: Tape, num_tokens: int) -> tuple[float, float]:
 def test_peaks_are_those_of_a_walk(tape: Tape) -> None:
     sizes = [0, 1, 100, 1000, 3000, 10_000, 1_000_000]
     expected = np.array([walked(tape, size) for size in sizes]).T
-    assert tape.forward_peak_bytes(sizes).tolist() == expected[0].tolist()
-    assert tape.backward_peak_bytes(sizes).tolist() == expected[1].tolist()
+    for backward in (False, True):
+        found = tape.peak_bytes(sizes, backward=backward)
+        assert found.tolist() == expected[int(backward)].tolist()
