@@ -129,7 +129,7 @@ def remark(text: str) -> None:
 def progress_bar(task: str, *, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
     """A bar on stderr, lines where that is no terminal.
 
-    What it yields takes (done, total), and what is done at the moment, which only a bar shows.
+    What it yields takes (done, total), and what is done at the moment.
     """
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
@@ -156,21 +156,29 @@ def counting_bar(task: str, total: int) -> Iterator[Callable[[], None]]:
 @contextmanager
 def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by, or
-    :data:`LONGEST_S`.
+    :data:`LONGEST_S`. What is left is estimated from what is done at the moment.
     """
-    state, ended, start_s = [0, 0], Event(), time.monotonic()
+    start_s = time.monotonic()
+    now, begun, ended = (0, 0, task), (0, start_s), Event()
 
-    def note(done: int, total: int, what: str = "") -> None:
-        state[:] = done, total
+    def note(done: int, total: int, what: str = task) -> None:
+        nonlocal now, begun
+        if what != now[2]:
+            begun = done, time.monotonic()
+        now = done, total, what
 
     def tell() -> None:
         wait_s = QUIET_S
         while not ended.wait(wait_s):
             gone_s = time.monotonic() - start_s
             wait_s = min(gone_s, LONGEST_S)
-            done, total = state
+            (done, total, what), (before, since_s) = now, begun
             so_far = f" {done:,} of {total:,}{unit}" if total else ""
-            print(f"{task}:{so_far} after {gone_s:.0f} s", file=sys.stderr, flush=True)
+            left = ""
+            if before < done < total:
+                left_s = (time.monotonic() - since_s) * (total - done) / (done - before)
+                left = f", about {left_s:.0f} s left"
+            print(f"{what}:{so_far} after {gone_s:.0f} s{left}", file=sys.stderr, flush=True)
 
     teller = Thread(target=tell, daemon=True)
     teller.start()

@@ -191,7 +191,9 @@ def _search(args: argparse.Namespace, space: Space, steps: Steps) -> Search:
             workers=args.workers or usual_number(),
             # Each pass takes about as long as the others.
             progress=lambda what, done, total: progress(
-                PASSES.index(what) * 100 + 100 * done // total, 100 * len(PASSES)
+                PASSES.index(what) * 100 + 100 * done // total,
+                100 * len(PASSES),
+                f"searching ({what})",
             ),
         )
 

@@ -154,8 +154,12 @@ def _make_encoder(
     if tokenizer == "bytes":
         return bytes_encoder()
     if tokenizer == "bpe":
-        batches = sources.batches(SourceCounts(), "training BPE", progress)
-        content = train_bpe(batches, int(settings["vocab_size"]))
+
+        def batches() -> Iterator[list[bytes]]:
+            yield from sources.batches(SourceCounts(), "counting words", progress)
+            progress("choosing merges", 0, 0)  # the library does not say how far it is
+
+        content = train_bpe(batches(), int(settings["vocab_size"]))
         Path(f"{draft}.tokenizer.json").write_text(content, encoding="utf-8")
     else:
         content = str(settings["content"])

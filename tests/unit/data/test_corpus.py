@@ -199,7 +199,7 @@ def test_build_on_a_full_disk_says_so_and_keeps_the_old_corpus(
     assert Corpus.open(tmp_path / "c").lengths.sum() == old.num_tokens
 
 
-@pytest.mark.parametrize("task", ["training BPE", "writing tokens"])
+@pytest.mark.parametrize("task", ["counting words", "choosing merges", "writing tokens"])
 def test_build_interrupted_keeps_the_old_corpus(texts: Path, tmp_path: Path, task: str) -> None:
     old = build_corpus([texts], tmp_path / "c")
     (texts / "more").write_bytes(b"more")
