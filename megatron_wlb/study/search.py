@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heapreplace
-from itertools import product
+from itertools import chain, product
 from math import inf
 from operator import itemgetter
 from typing import TypeAlias
@@ -148,6 +148,10 @@ def search(
         reach = [(most_mfu, layout) for layout, (most_mfu, _) in looked_at]
         reach.sort(key=itemgetter(0), reverse=True)
         sliced, no_sliced = _apart(_in_slices(reach, num_refined, pool, tell["slices"]))
+        unlike = [_unlike(one, sample) for one in sliced[:num_refined]]
+        again = [(inf, layout) for layout in dict.fromkeys(unlike) if layout]
+        evened = pool.map(_sliced, again, lambda *_: None)
+        sliced, _ = _apart(chain(sliced, *(found for _, found in evened)))
         rejected = [*no_whole, *no_sliced]
         if not whole and not sliced:
             raise ConfigError(_nothing(space, rejected))
@@ -482,16 +486,21 @@ def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:
     return not divides and (layout.vpp_size == 1 or (short <= 2 and few))
 
 
-def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:
-    """The candidate with stages balanced by time, where the coarse pass gains by that."""
+def _unlike(candidate: Candidate, sample: Sequence[int]) -> Parallelism | None:
+    """The candidate's layout with stages balanced by time, if these are unlike then."""
     run = candidate.scenario
     p = run.parallelism
     if p.pp_size == 1 or p.stage_layers is not None:
         return None
     stages = balanced_layers(run.shape, run.hardware, p, run.recompute, sample)
-    if len(set(stages)) == 1:
+    return replace(p, stage_layers=stages) if len(set(stages)) > 1 else None
+
+
+def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:
+    """The candidate with stages balanced by time, where the coarse pass gains by that."""
+    if (layout := _unlike(candidate, sample)) is None:
         return None
-    unlike = run.executed(parallelism=replace(p, stage_layers=stages))
+    unlike = candidate.scenario.executed(parallelism=layout)
     mfu = _coarse_mfu(space, unlike, sample)
     if mfu < LEAST_GAIN * candidate.mfu:
         return None
@@ -499,7 +508,7 @@ def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Cand
         max_tokens = unlike.max_tokens()
     except ConfigError:
         return None
-    return Candidate(unlike, max_tokens, mfu) if max_tokens >= run.window else None
+    return Candidate(unlike, max_tokens, mfu) if max_tokens >= unlike.window else None
 
 
 def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:

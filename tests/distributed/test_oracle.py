@@ -196,6 +196,7 @@ CASES = [
         Layout("gpt2", 4, pp=4, extra=f"{STAGES} E|tt|tt|L"),
     ]),
     Case(Layout("gpt2", 4, pp=4, extra=f"{STAGES} E|tt|tt|L"), sliced_for),
+    Case(Layout("llama", 4, pp=2, extra=f"{STAGES} Et|t|tt|L"), sliced_for),
     # Little is kept of some micro-batches.
     Case(Layout("llama", 2, pp=2, vpp=2, extra=GATHER), recomputed_for, with_some_recomputed),
     Case(Layout("llama", 2, pp=2, vpp=2, extra=GATHER), Changed(sliced_for, (mlps_recomputed,)),

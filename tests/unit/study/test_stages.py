@@ -88,25 +88,30 @@ def test_unlike_layers_count_as_their_mean() -> None:
     assert found[-1] < plain[-1]  # as layers take less, the LM head is more of them
 
 
-def find(shape: ModelShape, **fixed: int) -> Search:
+def find(shape: ModelShape, packing: str = "hold", **fixed: int) -> Search:
     space = Space(
         shape=shape, execution=Execution(), hardware=H100, num_devices=4, memory_gib=60.0,
-        window=4096, num_micro_batches=(8,), packings=("original", "hold"),
+        window=4096, num_micro_batches=(8,), packings=("original", packing),
         fixed={"tp_size": 1, "cp_size": 1, "pp_size": 4} | fixed,
     )  # fmt: skip
     source = LengthSource.of_distribution("reference")
     return search(space, Steps(source, num=2), num_refined=2, num_tuned=1)
 
 
-def test_unlike_stages_are_ranked_where_they_gain() -> None:
-    found = find(SHAPE, vpp_size=1)
-    best = found.best.candidate.scenario.parallelism.stage_layers
-    assert best is not None
-    assert best[-1] < 2
-    by_stages = {c.candidate.scenario.parallelism.stage_layers: c.outcome for c in found.ranked}
-    assert by_stages[best].mfu > 1.1 * by_stages[None].mfu
+@pytest.mark.parametrize("packing", ["hold", "slim"])
+def test_unlike_stages_are_ranked_where_they_gain(packing: str) -> None:
+    found = find(SHAPE, packing, vpp_size=1).ranked
+    stages = [c.candidate.scenario.parallelism.stage_layers for c in found]
+    by_stages = {
+        layers: c.outcome.mfu
+        for layers, c in zip(stages, found, strict=True)
+        if c.candidate.slices == (packing == "slim")
+    }
+    best = max(by_stages, key=by_stages.__getitem__)
+    assert best is not None and best[-1] < 2
+    assert by_stages[best] > 1.1 * by_stages[None]
     # Tuned once, though both were refined.
-    assert sum(c.candidate.scenario.parallelism.stage_layers is None for c in found.ranked) == 1
+    assert sum(layers is None for layers in stages) == 1 + (packing == "slim")
 
 
 def test_stages_stay_alike_where_a_layer_less_gains_nothing() -> None:
