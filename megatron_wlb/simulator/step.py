@@ -8,6 +8,7 @@ gradients comes first. Everything here is *simulated*. Times are in µs and star
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -233,27 +234,9 @@ def slowest_us(
 
     Replicas that exchange tokens with ``experts`` wait for each other.
     """
-    sizes = layout.pp_size, layout.vpp_size
-    graphs = [slice_graph(sizes[0], own, sizes[1]) for own in plan.chains]
-    times, gaps = [], []
-    copies: list[Copies | None] = [None] * len(plan.micro_batches)
-    units = [list(map(unit, rank)) for rank in plan.micro_batches]
-    for rank in plan.micro_batches:
-        lengths = [[span.length for span in m.spans] for m in rank]
-        times.append(_times_us(stages, rank, lengths))
-        gaps.append(np.zeros(len(rank)))
-    if (link := stages.host) is not None and plan.chains:
-        pairs = zip(graphs, units, strict=True)
-        copies = [link.copies(*each, plan.window_bytes) for each in pairs]
-    if not graphs:
-        number = len(plan.micro_batches[0]) or 1
-        graphs = [graph_of(*sizes, number, layout.group_size)] * len(times)
-    if experts is None:
-        given = zip(graphs, times, gaps, copies, strict=True)
-        return max(float(graph.step_us(us, gap, [own])) for graph, us, gap, own in given)
-    padded = [[unit.num_tokens for unit in own] for own in units]
-    *_, replays = _coupled(graphs, experts, times, padded, gaps, copies)
-    return max(float(replayed.stop_us.max()) for replayed in replays)
+    layout = replace(layout, dp_size=len(plan.micro_batches))
+    simulator = Simulator(StepCosts(stages, experts=experts), layout)
+    return simulator.step(plan, with_memory=False).pipeline_us
 
 
 def unit(m: MicroBatchPlan) -> Unit:

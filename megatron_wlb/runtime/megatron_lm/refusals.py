@@ -224,7 +224,7 @@ REFUSALS: tuple[Refusal[Given], ...] = (
         "leave out the --wlb flags for such a model"),
     Refusal("--enable-mhc-connections", given, _OTHER_LAYERS),
     Refusal("--heterogeneous-layers-config-path", given, _OTHER_LAYERS),
-    Refusal("--experimental-attention-variant", given, "a GPTModel's layers of it know no documents",
+    Refusal("--experimental-attention-variant", given, "layers of a GPTModel know no documents",
         "use pretrain_hybrid.py, whose --hybrid-layer-pattern has G for gated_delta_net"),
     Refusal("--mtp-standalone", given, "its stage has a schedule of its own"),
     Refusal("--mtp-use-repeated-layer", given,
