@@ -171,7 +171,7 @@ class Tape:
                 note(tokens, once, 0.0, sent, keys + sums, sent)
                 if inner and id(inner) not in again_of:
                     both = (Tape.of(inner).moments(b, once_more, in_fp32) for b in (False, True))
-                    again_of[id(inner)] = np.concatenate([*both], axis=1).T.tolist()
+                    again_of[id(inner)] = highest(np.concatenate([*both], axis=1)).T.tolist()
                 for more, weight, *rest in again_of.get(id(inner), ()):
                     note(tokens + more, once + weight, *rest[6:])
                 kept -= saved
@@ -207,13 +207,12 @@ def in_runs(items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
 
 def highest(moments: Floats) -> Floats:
     """Leaves out moments beside which another is as high in everything: no peak changes."""
-    num = moments.shape[1]
-    above = np.zeros((num, num), dtype=bool)  # whether one is higher than another in anything
-    for row in moments:
-        above |= row[:, None] > row
-    before = ~np.tri(num, dtype=bool)  # of equal ones the first stays
-    keep = (above.T | ~(above | before)).all(axis=0)
-    return moments[:, keep]
+    left = moments[:, np.argsort(-moments.sum(axis=0), kind="stable")]
+    found = []
+    while left.shape[1]:  # none of those behind is above the first in everything
+        found.append(left[:, 0])
+        left = left[:, (left > left[:, :1]).any(axis=0)]
+    return np.stack(found, axis=1)
 
 
 def with_more(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:
