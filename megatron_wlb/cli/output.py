@@ -156,15 +156,15 @@ def counting_bar(task: str, total: int) -> Iterator[Callable[[], None]]:
 @contextmanager
 def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by, or
-    :data:`LONGEST_S`. What is left is estimated from what is done at the moment.
+    :data:`LONGEST_S`. What is left is estimated from the time since the count began.
     """
-    start_s = time.monotonic()
-    now, begun, ended = (0, 0, task), (0, start_s), Event()
+    start_s = begun_s = time.monotonic()
+    now, ended = (0, 0, task), Event()
 
     def note(done: int, total: int, what: str = task) -> None:
-        nonlocal now, begun
-        if what != now[2]:
-            begun = done, time.monotonic()
+        nonlocal now, begun_s
+        if done < now[0]:
+            begun_s = time.monotonic()
         now = done, total, what
 
     def tell() -> None:
@@ -172,11 +172,11 @@ def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
         while not ended.wait(wait_s):
             gone_s = time.monotonic() - start_s
             wait_s = min(gone_s, LONGEST_S)
-            (done, total, what), (before, since_s) = now, begun
+            done, total, what = now
             so_far = f" {done:,} of {total:,}{unit}" if total else ""
             left = ""
-            if before < done < total:
-                left_s = (time.monotonic() - since_s) * (total - done) / (done - before)
+            if 0 < done < total:
+                left_s = (time.monotonic() - begun_s) * (total - done) / done
                 left = f", about {left_s:.0f} s left"
             print(f"{what}:{so_far} after {gone_s:.0f} s{left}", file=sys.stderr, flush=True)
 
