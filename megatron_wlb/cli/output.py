@@ -140,9 +140,13 @@ def progress_bar(task: str, *, of_bytes: bool = False) -> Iterator[Callable[...,
     columns = "{task.description}", progress.BarColumn(), done, progress.TimeRemainingColumn()
     with progress.Progress(*columns, console=stderr, transient=True) as bars:
         bar = bars.add_task(task, total=None)
-        yield lambda done, total, what=task: bars.update(
-            bar, description=what, completed=done, total=total
-        )
+
+        def tell(done: int, total: int, what: str = task) -> None:
+            bars.update(bar, description=what, completed=done, total=total)
+            if not total:  # nobody knows how much there is: the bar moves to and fro
+                bars.tasks[0].total = None
+
+        yield tell
 
 
 @contextmanager

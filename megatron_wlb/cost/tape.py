@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import TypeVar
 
@@ -70,8 +70,8 @@ class Operation:
         """Bytes a token from its forward to its backward."""
         if runs is Runs.WHOLE:
             return self.saved
-        besides = {Runs.SLICE: -self.cached, Runs.BOTH: self.joined}
-        return self.saved + self.apart + besides.get(runs, 0.0)
+        besides = -self.cached if runs is Runs.SLICE else self.joined
+        return self.saved + self.apart + (0.0 if runs is Runs.AGAIN else besides)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,6 @@ class Tape:
         given = 0.0  # to attention, which does not keep it
         once_more = runs if runs is Runs.WHOLE else Runs.AGAIN
         moments: list[list[float]] = []
-        again_of: dict[int, list[list[float]]] = {}  # of the operations inside one
 
         def note(tokens: float, once: float, *rows: float) -> None:
             (keys, gradients), (own_keys, own_gradients) = left, own
@@ -165,14 +164,12 @@ class Tape:
                 # Divided rows as they come and in their order, then with their gradients, then
                 # these as they go; those of the next layer come meanwhile.
                 keys, sums = (0.0, 0.0) if inner else own
-                note(kept, once, 0.0, 0.0, 3 * keys)
                 note(tokens, once, operation.prefix, 0.0, 2 * keys + sums)
-                sent = sums if in_fp32 else keys
-                note(tokens, once, 0.0, sent, keys + sums, sent)
-                if inner and id(inner) not in again_of:
-                    both = (Tape.of(inner).moments(b, once_more, in_fp32) for b in (False, True))
-                    again_of[id(inner)] = highest(np.concatenate([*both], axis=1)).T.tolist()
-                for more, weight, *rest in again_of.get(id(inner), ()):
+                if keys or sums:
+                    note(kept, once, 0.0, 0.0, 3 * keys)
+                    sent = sums if in_fp32 else keys
+                    note(tokens, once, 0.0, sent, keys + sums, sent)
+                for more, weight, *rest in _inside(inner, once_more, in_fp32) if inner else ():
                     note(tokens + more, once + weight, *rest[6:])
                 kept -= saved
             else:
@@ -188,6 +185,14 @@ class Tape:
             left = [a - b for a, b in zip(left, own, strict=True)]
             done = [a + b for a, b in zip(done, own, strict=True)]
         return np.array(moments, dtype=np.float64).T
+
+
+@lru_cache(maxsize=1024)
+def _inside(inner: tuple[Operation, ...], runs: Runs, in_fp32: bool) -> list[list[float]]:
+    """The highest moments of operations that run again, as :meth:`Tape.moments` has them."""
+    both = [Tape.of(inner).moments(backward, runs, in_fp32) for backward in (False, True)]
+    found: list[list[float]] = highest(np.concatenate(both, axis=1)).T.tolist()
+    return found
 
 
 def in_runs(items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:

@@ -61,7 +61,7 @@ from megatron_wlb.study.workers import Workers
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 
-PASSES = ("layouts", "slices", "refined", "tuned")
+PASSES = ("layouts", "slices", "stages", "refined", "tuned")
 """What :func:`search` tells of its progress, in order."""
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 """S_max in windows that are tried on the best layouts, besides the most that fits."""
@@ -148,19 +148,17 @@ def search(
         reach = [(most_mfu, layout) for layout, (most_mfu, _) in looked_at]
         reach.sort(key=itemgetter(0), reverse=True)
         sliced, no_sliced = _apart(_in_slices(reach, num_refined, pool, tell["slices"]))
-        unlike = [_unlike(one, sample) for one in sliced[:num_refined]]
-        again = [(inf, layout) for layout in dict.fromkeys(unlike) if layout]
-        evened = pool.map(_sliced, again, lambda *_: None)
-        sliced, _ = _apart(chain(sliced, *(found for _, found in evened)))
         rejected = [*no_whole, *no_sliced]
         if not whole and not sliced:
             raise ConfigError(_nothing(space, rejected))
         balanced, _ = _apart(
             better for one in whole[:num_refined] if (better := _balanced(space, one, sample))
         )
-        candidates, _ = _apart([*whole, *balanced, *sliced])
-        num_balanced = -(-num_refined // 2)
-        refining = [*whole[:num_refined], *balanced[:num_balanced], *sliced[:num_refined]]
+        evened = [*pool.map(_evened, sliced[:num_refined], tell["stages"])]
+        beside = chain.from_iterable(found for _, found in evened)
+        candidates, _ = _apart(dict.fromkeys([*whole, *balanced, *sliced, *beside]))
+        in_slices = [found[0] if found else one for one, found in evened]
+        refining = [*whole[:num_refined], *balanced[: -(-num_refined // 2)], *in_slices]
         settings = [(one, _plain(space, one)) for one in refining]
         refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
         settings = [
@@ -509,6 +507,22 @@ def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Cand
     except ConfigError:
         return None
     return Candidate(unlike, max_tokens, mfu) if max_tokens >= unlike.window else None
+
+
+def _evened(
+    candidate: Candidate, space: Space, steps: Steps, sample: Sequence[int]
+) -> list[Candidate]:
+    """Slices with stages balanced by time, where the coarse pass gains by that, and behind them
+    what keeps documents whole there.
+    """
+    if (layout := _unlike(candidate, sample)) is None:
+        return []
+    one = replace(space, num_micro_batches=(candidate.scenario.num_micro_batches,))
+    sliced, _ = _apart(_sliced((inf, layout), one, steps, sample))
+    if not sliced or sliced[0].mfu < LEAST_GAIN * candidate.mfu:
+        return []
+    whole, _ = _apart(_whole(one, [*_tried(one, layout, sample)], sample))
+    return [*sliced, *whole]
 
 
 def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:

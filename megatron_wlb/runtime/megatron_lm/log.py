@@ -213,7 +213,7 @@ class Log:
     def predicted_us(self, plan: StepPlan) -> float:
         """Predicts both passes of the slowest data-parallel rank by a replay.
 
-        Micro-batches take what the cost model says, on all chunks in the shares of their layers,
+        Micro-batches take what the cost model says, with padding, in the shares of chunks' layers,
         and wait for others that they exchange tokens with; collectives of data parallelism and the
         update are not in it.
         """

@@ -173,6 +173,8 @@ def test_equal_layers_peak_in_the_first_or_the_last(name: str, recompute: Recomp
             SliceTape(one, 2).action_bytes(kind, UnitTable.of(units)) for one in (tape, every)
         )
         assert found.tolist() == expected.tolist()
+        peaks = (one.peak_bytes([1, 10**6], backward=kind == "B").tolist() for one in (tape, every))
+        assert next(peaks) == next(peaks)
 
 
 def test_a_slice_keeps_the_state_it_leaves_and_the_one_a_kernel_took() -> None:
