@@ -124,11 +124,11 @@ def _arriving(moved: Floats, of_kind: Bools) -> Floats:
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of activations around one action of a rank."""
+    """Bytes of activations around each action of a rank."""
 
-    peak: float
+    peak: list[float]
     """The most alive while it runs."""
-    kept: float
+    kept: list[float]
     """Kept after it, by the micro-batches in flight."""
 
 
@@ -240,7 +240,7 @@ class MemoryModel(Executed):
         """
         actions = self._order(len(lengths))[pp_rank]
         uses = self.activation_bytes(pp_rank, actions, UnitTable.of(map(Unit, lengths)))
-        return max((use.peak for use in uses), default=0.0)
+        return max(uses.peak, default=0.0)
 
     def peak_bytes(self, pp_rank: int, lengths: Sequence[int]) -> float:
         """The most bytes alive in a step, its optimizer update included."""
@@ -391,7 +391,7 @@ class MemoryModel(Executed):
         actions: Sequence[Action],
         units: UnitTable,
         known: BytesOfUnits | None = None,
-    ) -> list[ActivationBytes]:
+    ) -> ActivationBytes:
         """What activations take while each of a rank's actions runs, and after it.
 
         ``units`` are the rank's micro-batches, ``known`` what :meth:`bytes_of_units` says of them.
@@ -406,7 +406,7 @@ class MemoryModel(Executed):
         units: UnitTable,
         window_bytes: float = 0.0,
         known: BytesOfUnits | None = None,
-    ) -> list[ActivationBytes]:
+    ) -> ActivationBytes:
         """What :meth:`activation_bytes` says, for micro-batches that may run slices of documents.
 
         ``actions`` are the rank's in :func:`megatron_wlb.cost.schedule.order.sliced`.
@@ -423,9 +423,9 @@ class MemoryModel(Executed):
 
     def _uses(
         self, pp_rank: int, actions: Sequence[Action], known: BytesOfUnits, beside: Floats
-    ) -> list[ActivationBytes]:
-        peaks, kept = around(self.rows(pp_rank, known)[columns_of(actions)], beside)
-        return list(map(ActivationBytes, peaks.tolist(), kept.tolist()))
+    ) -> ActivationBytes:
+        both = around(self.rows(pp_rank, known)[columns_of(actions)], beside)
+        return ActivationBytes(*(each.tolist() for each in both))
 
     def rows(self, pp_rank: int, known: BytesOfUnits) -> Floats:
         """What is ``known`` of a rank's passes, chunks and units: ``[2, chunks, units, 3]``."""

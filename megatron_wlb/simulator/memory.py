@@ -20,15 +20,14 @@ class RankMemory:
 
     state: StateBytes
     actions: tuple[Action, ...]
-    activations: tuple[ActivationBytes, ...]
-    """Bytes around each action: the most while it runs, and what stays after it."""
+    activations: ActivationBytes
     update: int
     """Bytes that the optimizer's update needs besides the state."""
 
     @cached_property
     def activation_peak_bytes(self) -> float:
         """The most that activations and what works on them take at once."""
-        return max((a.peak for a in self.activations), default=0.0)
+        return max(self.activations.peak, default=0.0)
 
     @property
     def peak_bytes(self) -> float:
@@ -40,11 +39,7 @@ class RankMemory:
         peak = self.activation_peak_bytes
         if self.update > peak or not self.actions:
             return "update"
-        return next(
-            str(action)
-            for action, used in zip(self.actions, self.activations, strict=True)
-            if used.peak == peak
-        )
+        return str(self.actions[self.activations.peak.index(peak)])
 
     def first_above(self, limit_bytes: float) -> str | None:
         """Names where memory runs out: ``weights and optimizer``, an action, ``update``."""
@@ -52,8 +47,8 @@ class RankMemory:
             return None
         if self.state.total > limit_bytes:
             return "weights and optimizer"
-        for action, used in zip(self.actions, self.activations, strict=True):
-            if self.state.total + used.peak > limit_bytes:
+        for action, peak in zip(self.actions, self.activations.peak, strict=True):
+            if self.state.total + peak > limit_bytes:
                 return str(action)
         return "update" if self.state.total + self.update > limit_bytes else None
 
@@ -84,7 +79,7 @@ class StepMemory:
 def step_memory(
     model: MemoryModel,
     order: Sequence[Sequence[Action]],
-    uses: Callable[[int, Sequence[Action]], Sequence[ActivationBytes]],
+    uses: Callable[[int, Sequence[Action]], ActivationBytes],
 ) -> StepMemory:
     """What each pipeline rank holds; ``uses`` tells it of activations by rank and actions."""
     return StepMemory(
@@ -92,7 +87,7 @@ def step_memory(
             RankMemory(
                 model.state_bytes(rank),
                 tuple(actions),
-                tuple(uses(rank, actions)),
+                uses(rank, actions),
                 model.update_bytes(rank),
             )
             for rank, actions in enumerate(order)

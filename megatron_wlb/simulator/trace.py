@@ -81,11 +81,12 @@ def _step(line: StepTimeline, dp_rank: int, process: int, name: str) -> list[dic
         for rank, memory in enumerate(line.memory[dp_rank].ranks):
             held = memory.state.total
             place = {"ph": "C", "name": f"bytes on pipeline rank {rank}", "pid": process}
-            for interval, used in zip(replica.intervals[rank], memory.activations, strict=True):
-                start_bytes, stop_bytes = held + used.peak, held + used.kept
+            for interval, peak, kept in zip(
+                replica.intervals[rank], *memory.activations, strict=True
+            ):
                 events += [
-                    {**place, "ts": interval.start_us, "args": {"bytes": start_bytes}},
-                    {**place, "ts": interval.stop_us, "args": {"bytes": stop_bytes}},
+                    {**place, "ts": interval.start_us, "args": {"bytes": held + peak}},
+                    {**place, "ts": interval.stop_us, "args": {"bytes": held + kept}},
                 ]
     return events
 

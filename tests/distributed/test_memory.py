@@ -277,7 +277,7 @@ def in_slices(
         model.program_bytes(rank, actions, UnitTable.of(units), WINDOW_BYTES)
         for rank, actions in enumerate(sliced(pp_size, CHAINS, p.vpp_size))
     ]
-    predicted = [max(use.peak for use in own) for own in uses]
+    predicted = [max(own.peak) for own in uses]
     return [(own.activations, most) for own, most in zip(measured, predicted, strict=True)]
 
 
@@ -305,7 +305,7 @@ def test_predicted_memory_of_samples_that_share_is_what_a_step_holds(
             actions = sliced(2, chains, config.parallel.vpp_size)[rank]
             units = UnitTable.of(map(unit, micro_batches))
             uses = model.program_bytes(rank, actions, units, 0.0)
-            predicted = max(use.peak for use in uses)
+            predicted = max(uses.peak)
         assert predicted == pytest.approx(found.activations, rel=TOLERANCE)
 
 

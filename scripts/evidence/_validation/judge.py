@@ -285,7 +285,7 @@ def _memory(
         table = UnitTable.of(units or [Unit(sum(own)) for own in lengths])
         uses = model.program_bytes if units else model.activation_bytes
         for pp_rank, actions in enumerate(recording.graph(step, dp_rank).order):
-            peak = max(used.peak for used in uses(pp_rank, actions, table))
+            peak = max(uses(pp_rank, actions, table).peak)
             first = recording.process(pp_rank, dp_rank)
             for process in range(first, first + recording.config.parallel.context_parallel_size):
                 yield peak, step.activation_bytes[process]

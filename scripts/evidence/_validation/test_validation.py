@@ -180,9 +180,7 @@ def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
     units = chained(counted.lengths[0], counted.chains[0])
     order = slice_graph(2, tuple(counted.chains[0])).order
     used = [
-        round(
-            max(use.peak for use in model.program_bytes(rank, actions, UnitTable.of(units))) / 0.96
-        )
+        round(max(model.program_bytes(rank, actions, UnitTable.of(units)).peak) / 0.96)
         for rank, actions in enumerate(order)
     ]
     counted = dataclasses.replace(counted, round=12, activation_bytes=used)

@@ -128,7 +128,7 @@ def test_slices_keep_their_document_until_its_last_one(model: str, flags: str) -
     units = [Unit(1000, Slice(0, at, at + 1000, 4000)) for at in range(0, 4000, 1000)]
     for rank, actions in enumerate(sliced(2, (4,))):
         uses = memory.program_bytes(rank, actions, UnitTable.of(units))
-        kept = np.array([use.kept for use in uses])
+        kept = np.array(uses.kept)
         forward = np.array([action.kind == "F" for action in actions])
         assert (np.diff(kept)[forward[1:]] > 0).all()
         assert kept[-1] == 0

@@ -30,14 +30,14 @@ def model(recompute: Recompute = Recompute(), **layout: int) -> MemoryModel:  # 
 
 def kept(memory: MemoryModel, rank: int, units: list[Unit] | tuple[Unit, ...]) -> list[float]:
     order = sliced(memory.parallelism.pp_size, (len(units),))
-    return [use.kept for use in memory.program_bytes(rank, order[rank], UnitTable.of(units))]
+    return memory.program_bytes(rank, order[rank], UnitTable.of(units)).kept
 
 
 def peak_bytes_of(
     memory: MemoryModel, rank: int, actions: Sequence[Action], units: Sequence[Unit]
 ) -> float:
     uses = memory.program_bytes(rank, actions, UnitTable.of(units))
-    return memory.alive_bytes(rank, max(use.peak for use in uses))
+    return memory.alive_bytes(rank, max(uses.peak))
 
 
 def test_document_in_three_slices_is_kept_by_hand() -> None:
@@ -98,7 +98,7 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
     before = 0.0
     uses = memory.program_bytes(0, actions, UnitTable.of(units))
     in_transit = memory.sent_ahead_bytes(0, columns_of(actions), UnitTable.of(units))
-    for action, use, transit in zip(actions, uses, in_transit, strict=True):
+    for action, peak, kept, transit in zip(actions, *uses, in_transit, strict=True):
         unit = units[action.micro_batch]
         expected = by_layers(memory, action.kind, unit)
         _, start, stop, _ = unit.slice or (0, 0, 0, 0)
@@ -109,9 +109,9 @@ def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
             own += 5000 * (8 // pp_size) * GRADIENTS * (stop < 5000)
             saved = sum(o.saved - o.cached for o in memory.tapes[0][0].operations)
             own += saved * unit.num_tokens
-        assert use.peak == pytest.approx(before - own + transit + expected)
+        assert peak == pytest.approx(before - own + transit + expected)
         assert (transit > 0) == (pp_size > 1 and action != actions[-1])
-        before = use.kept
+        before = kept
 
 
 def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_way() -> None:
@@ -121,8 +121,8 @@ def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_
         units = UnitTable.of(map(Unit, lengths))
         ours = memory.program_bytes(rank, order[rank], units)
         theirs = memory.activation_bytes(rank, order[rank], units)
-        assert [use.kept for use in ours] == [use.kept for use in theirs]
-        more = [one.peak - other.peak for one, other in zip(ours, theirs, strict=True)]
+        assert ours.kept == theirs.kept
+        more = [one - other for one, other in zip(ours.peak, theirs.peak, strict=True)]
         assert min(more) >= 0 and 0 < max(more) <= 3 * 500 * 2 * 64
         peak = peak_bytes_of(memory, rank, order[rank], list(map(Unit, lengths)))
         assert peak <= memory.peak_bytes(rank, lengths) + max(more)

@@ -108,7 +108,7 @@ def test_replicas_run_orders_of_their_own_and_meet_at_the_reduction():
     for held, units in zip(line.memory, line.units, strict=True):
         for rank, found in enumerate(held.ranks):
             alone_bytes = memory.program_bytes(rank, found.actions, UnitTable.of(units))
-            assert list(found.activations) == alone_bytes
+            assert found.activations == alone_bytes
     with pytest.raises(PlanError, match="2 data-parallel ranks run 2 different orders"):
         _ = line.graph
     assert (line.pp_size, line.vpp_size, line.dp_size) == (2, 1, 2)
@@ -165,7 +165,7 @@ def test_plan_of_slices_counts_tokens_without_padding_and_holds_slices(line):
     assert (line.num_tokens, same.num_tokens) == (18, 19)
     # Whole, all of the document's activations would be there at once.
     assert line.memory[0].ranks[1].activation_peak_bytes > 0
-    assert [a.kept for a in line.memory[0].ranks[0].activations][-1] == pytest.approx(0, abs=1)
+    assert line.memory[0].ranks[0].activations.kept[-1] == pytest.approx(0, abs=1)
 
 
 def test_trace_names_the_replicas_that_run_a_document_together():

@@ -290,16 +290,17 @@ def test_memory_of_a_step_is_the_model_s_and_its_peak_is_named():
     for rank, found in enumerate(held.ranks):
         assert found.peak_bytes == memory.peak_bytes(rank, padded)
         assert found.activation_peak_bytes == memory.activation_peak_bytes(rank, padded)
-        assert found.activations[-1].kept == pytest.approx(0, abs=1)
-        assert all(a.kept < a.peak for a in found.activations)
+        peaks, kept = found.activations
+        assert kept[-1] == pytest.approx(0, abs=1)
+        assert all(b < a for a, b in zip(peaks, kept, strict=True))
         at = [str(a) for a in found.actions].index(found.peak_at)
-        assert found.activations[at].peak == found.activation_peak_bytes
+        assert peaks[at] == found.activation_peak_bytes
     # Rank 0 holds the largest pair, 0 and 1, when it begins with the backward of 0.
     assert held.ranks[0].peak_at == "B0.0"
     assert line.peak_bytes == held.peak_bytes
     held.check(line.peak_bytes)
     first = held.ranks[0]
-    tight = first.state.total + first.activations[1].peak - 1
+    tight = first.state.total + first.activations.peak[1] - 1
     with pytest.raises(PlanError, match=r"pipeline rank 0 at F0\.1, with a peak of .* GiB in B0"):
         held.check(tight)
     with pytest.raises(PlanError, match="pipeline rank 0 at weights and optimizer"):
