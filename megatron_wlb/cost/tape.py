@@ -127,7 +127,7 @@ class Tape:
 
     @cached_property
     def _whole(self) -> tuple[Floats, Floats]:
-        """Of whole documents: bytes a token, and bytes once, forward and backward."""
+        """Bytes a token, and bytes once, of whole documents: forward and backward."""
         forward, backward = (self.moments(again, Runs.WHOLE)[:2] for again in (False, True))
         return highest(forward), highest(backward)
 

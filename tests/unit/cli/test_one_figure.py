@@ -121,9 +121,8 @@ def test_all_commands_say_the_same(model: str, wlb) -> None:
         "--recompute", own.get("recompute-granularity", "none"),
     )  # fmt: skip
     stages = planned["ranked"][0]["stage_layers"]
-    flags = {
-        flag: x for flag, x in planned["flags"].items() if "stages" in flag or "layout" in flag
-    }
+    parts = re.compile("stages|layout|num-layers")
+    flags = {flag: x for flag, x in planned["flags"].items() if parts.search(flag)}
     path = written(model, **{flag.removeprefix("--"): x for flag, x in flags.items()})
     packed = wlb.json("pack", given, packings)
     simulated = wlb.json("simulate", given, packings, "--report r.html")

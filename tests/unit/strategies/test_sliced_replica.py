@@ -76,10 +76,7 @@ def peak_gib(costs: SlicedCosts, lengths: list[int]) -> float:
     orders = enumerate(sliced(scheme.pp_size, chains, scheme.vpp_size))
     model = costs.memory
     assert model is not None
-    peaks = [
-        max(use.peak for use in model.program_bytes(*order, UnitTable.of(units)))
-        for order in orders
-    ]
+    peaks = [max(model.program_bytes(*order, UnitTable.of(units)).peak) for order in orders]
     return max(starmap(model.alive_bytes, enumerate(peaks))) / GIB
 
 
