@@ -157,8 +157,9 @@ def search(
         evened = [*pool.map(_evened, sliced[:num_refined], tell["stages"])]
         beside = chain.from_iterable(found for _, found in evened)
         candidates, _ = _apart(dict.fromkeys([*whole, *balanced, *sliced, *beside]))
-        in_slices = [found[0] if found else one for one, found in evened]
-        refining = [*whole[:num_refined], *balanced[: -(-num_refined // 2)], *in_slices]
+        unlike, _ = _apart(found[0] for _, found in evened if found)
+        refining = [one for kind in (whole, sliced) for one in kind[:num_refined]]
+        refining += [one for kind in (balanced, unlike) for one in kind[: -(-num_refined // 2)]]
         settings = [(one, _plain(space, one)) for one in refining]
         refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
         settings = [

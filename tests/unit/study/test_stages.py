@@ -111,8 +111,8 @@ def test_unlike_stages_are_ranked_where_they_gain(packing: str) -> None:
     }
     assert mfu[best] > 1.1 * mfu[None]
     stages = [c.candidate.scenario.parallelism.stage_layers for c in found.ranked]
-    # Tuned once: of whole documents both were refined, of slices the better one.
-    assert stages.count(None) == 1 < stages.count(best)
+    # Tuned once, though both were refined.
+    assert stages.count(None) == 1 + one.slices
 
 
 def test_slices_in_unlike_stages_are_compared_with_windows_there(monkeypatch) -> None:
