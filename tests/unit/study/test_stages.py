@@ -104,12 +104,9 @@ def test_unlike_stages_are_ranked_where_they_gain(packing: str) -> None:
     one = found.best.candidate
     best = one.scenario.parallelism.stage_layers
     assert best is not None and best[-1] < 2 and one.slices == (packing == "slim")
-    mfu = {
-        c.scenario.parallelism.stage_layers: c.mfu
-        for c in found.candidates
-        if c.slices == one.slices
-    }
-    assert mfu[best] > 1.1 * mfu[None]
+    of_kind = [c for c in found.ranked if c.candidate.slices == one.slices]
+    by_stages = {c.candidate.scenario.parallelism.stage_layers: c.outcome for c in of_kind}
+    assert by_stages[best].mfu > 1.1 * by_stages[None].mfu
     stages = [c.candidate.scenario.parallelism.stage_layers for c in found.ranked]
     # Tuned once, though both were refined.
     assert stages.count(None) == 1 + one.slices
