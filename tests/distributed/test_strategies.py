@@ -185,7 +185,7 @@ FAULTS = (
 @pytest.fixture(scope="module")
 def one_step(
     gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Config, Workload, tuple[OracleRun, OracleRun]]:
+) -> tuple[Config, Workload, list[OracleRun]]:
     """A step of one replica with tensor and context parallelism, and what it must compute."""
     workload = dataclasses.replace(WORKLOAD, steps=WORKLOAD.steps[:1])
     config = config_of("gpt2", tmp_path_factory.mktemp("strategies"), ("tp2cp2:128",))
