@@ -73,8 +73,6 @@ class ForwardTimes:
     routed_us: float = 0.0
     """The experts' part of ``matrix_us`` and ``elementwise_us``. A rank computes it for all ranks
     that exchange tokens with it."""
-    num_kernels: int = 0
-    """Kernels of a micro-batch's forward."""
 
     @property
     def linear_us(self) -> float:
@@ -144,7 +142,6 @@ class AnalyticModel(Executed):
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
             self._exchange_us(sent * precisions.collective.element_bytes, copies),
             routed_us,
-            sum(part.num_kernels(p) for part in layer.parts),
         )
 
     def _keys_us(self, layer: Layer, num_replicas: int = 1) -> tuple[float, float]:
@@ -302,8 +299,9 @@ class AnalyticModel(Executed):
 
     def _num_kernels(self, stage: Stage) -> float:
         """Kernels of a micro-batch's forward and backward in a virtual stage."""
+        p = self.parallelism
         once, again = (
-            sum(num * self.layer(layer).num_kernels for num, layer in runs)
+            sum(num * part.num_kernels(p) for num, layer in runs for part in layer.parts)
             for runs in self._runs(stage)
         )
         return (1 + BACKWARD_LINEAR) * once + again

@@ -457,21 +457,24 @@ def check_document(memory: MemoryLimit, num_tokens: int) -> None:
 
 
 def _most_mfu(space: Space, tried: Sequence[Run | Rejected], steps: Steps) -> float:
-    """The MFU of a layout's first steps in slices if no rank ever waited, nor sent anything, and
-    slices cost no more than documents: what is simulated is below it.
+    """The MFU of a layout's first steps in slices if its busiest pipeline rank never waited, nor
+    sent anything, and slices cost no more than documents: what is simulated is below it.
     """
     most = 0.0
     for run in tried:
         if isinstance(run, Rejected) or run.recompute != space.recomputes[0]:
             continue  # More recomputation only takes time.
-        for packing in _of_layout(space, run.parallelism, slices=True):
+        p, costs = run.parallelism, run.costs
+        for packing in _of_layout(space, p, slices=True):
             setting = PackingSettings.parse(packing, space.window, space.window)
             stream = steps.workloads(run)[0].stream(setting, SLICED_STEPS + 1)  # as a planner has
-            lengths = [d.length for _ in range(SLICED_STEPS) for d in stream.next_step()]
-            p = run.parallelism
-            busy_us = run.cost.total_us(lengths) / (p.pp_size * p.dp_size)
+            drawn = [[d.length for d in stream.next_step()] for _ in range(SLICED_STEPS)]
+            stages_us = costs.stages.times_us(drawn).sum(axis=(0, 2))
+            ranks_us = stages_us.reshape(p.vpp_size, p.pp_size).sum(axis=0) / p.dp_size
+            once_us = costs.fixed_us + max(costs.update_us, default=0.0)
+            flops = sum(map(run.flops, drawn))
             peak = run.num_devices * run.hardware.peak_tflops * 1e6
-            most = max(most, run.flops(lengths) / (busy_us * peak))
+            most = max(most, flops / ((ranks_us.max() + SLICED_STEPS * once_us) * peak))
     return most
 
 
@@ -564,15 +567,17 @@ def _sample(steps: Steps, window: int) -> list[int]:
 def _coarse_mfu(space: Space, scenario: Run, sample: Sequence[int]) -> float:
     """The MFU of a step of N times the most average of balanced sample micro-batches."""
     cost, p = scenario.cost, scenario.parallelism
-    mean_us = cost.total_us(sample) / SAMPLE_WINDOWS
-    loads = [(0.0, number) for number in range(SAMPLE_WINDOWS)]
+    besides_us, in_order = cost.total_us(()), sorted(sample, reverse=True)
+    times_us = [*map(cost.document_us, in_order)]
+    loads = [(besides_us, number) for number in range(SAMPLE_WINDOWS)]
     heapify(loads)
     bins: list[list[int]] = [[] for _ in loads]
-    for length in sorted(sample, reverse=True):
+    for length, us in zip(in_order, times_us, strict=True):
         load_us, number = loads[0]
         bins[number].append(length)
-        heapreplace(loads, (load_us + cost.document_us(length), number))
-    average = min(bins, key=lambda lengths: abs(cost.total_us(lengths) - mean_us))
+        heapreplace(loads, (load_us + us, number))
+    mean_us = (besides_us + sum(times_us)) / SAMPLE_WINDOWS
+    average = bins[min((abs(load_us - mean_us), number) for load_us, number in loads)[1]]
     padding = -sum(average) % scenario.length_multiple
     segments = [*average, padding] if padding else average
     mode: Mode = space.sharding if p.cp_size > 1 else "per-sequence"
