@@ -7,7 +7,9 @@ Three passes, each over fewer candidates and each more exact::
                 ──▶ many steps of real documents of the best       (refined)
 
 Slices need less memory than whole windows, so other layouts are best for them. They have a coarse
-pass of their own, of few steps of real documents, also in layouts where no window fits.
+pass of their own, of few steps of real documents, also in layouts where no window fits. It tries
+fewer numbers of units than training does, and may be wrong by a quarter: so the same steps, planned
+as in training, say which of the best are refined.
 
 Stages have as many layers each. Where that cannot be, they are balanced by time; and the best
 layouts are also tried so, where the coarse pass gains by it.
@@ -61,7 +63,7 @@ from megatron_wlb.study.workers import Workers
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 
-PASSES = ("layouts", "slices", "stages", "refined", "tuned")
+PASSES = ("layouts", "slices", "stages", "compared", "refined", "tuned")
 """What :func:`search` tells of its progress, in order."""
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 """S_max in windows that are tried on the best layouts, besides the most that fits."""
@@ -72,7 +74,8 @@ SAMPLE_WINDOWS = 64
 MOST_UNLIKE_CHUNKS = 4
 """The most VPP that is tried where layers do not divide over the pipeline ranks."""
 SLICED_STEPS = 2
-"""Steps of documents that the coarse pass of slices simulates."""
+"""Steps of documents that are simulated of slices before they are refined. No document waits, so
+that the first are like all: MFUs of both differed by 2 % at most."""
 NEARLY = 1.05
 """Share of the memory limit up to which slices that do not fit with single units recomputed may fit
 with full recomputation: their cuts differ a little."""
@@ -128,7 +131,8 @@ def search(
     Args:
         space: what is searched.
         steps: what is simulated of each, and the documents, which are a :class:`.LengthSource`.
-        num_refined: of the coarse pass's best layouts, how many are simulated with documents.
+        num_refined: of the coarse pass's best layouts, how many are simulated with documents, and
+            half as many for slices: the best of twice as many by their first steps.
         num_tuned: of these, how many are with every packing and S_max.
         max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
         workers: processes that simulate, as :class:`.Workers` starts them.
@@ -157,9 +161,15 @@ def search(
         evened = [*pool.map(_evened, sliced[:num_refined], tell["stages"])]
         beside = chain.from_iterable(found for _, found in evened)
         candidates, _ = _apart(dict.fromkeys([*whole, *balanced, *sliced, *beside]))
-        unlike, _ = _apart(found[0] for _, found in evened if found)
-        refining = [one for kind in (whole, sliced) for one in kind[:num_refined]]
-        refining += [one for kind in (balanced, unlike) for one in kind[: -(-num_refined // 2)]]
+        unlike = [found[0] for _, found in evened if found]
+        comparing = sorted([*sliced, *unlike], key=coarse_order)[: 2 * num_refined]
+        settings = [(one, _plain(space, one)) for one in comparing]
+        compared = _choices(pool.map(_compared, settings, tell["compared"]))
+        half = -(-num_refined // 2)
+        refining = [*whole[:num_refined], *balanced[:half]]
+        if compared:
+            best = first_of_each(ranked(compared, max_delay), _any_stages)
+            refining += [choice.candidate for choice in best[:half]]
         settings = [(one, _plain(space, one)) for one in refining]
         refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
         settings = [
@@ -193,6 +203,14 @@ def _outcome(
 ) -> Outcome:
     candidate, setting = one
     return trial(candidate.scenario, setting, steps, space.sharding)
+
+
+def _compared(
+    one: tuple[Candidate, PackingSettings], space: Space, steps: Steps, sample: Sequence[int]
+) -> Outcome:
+    """As :func:`_outcome`, of the first steps."""
+    few = replace(steps, warm_up=0, num=min(SLICED_STEPS, steps.num))
+    return _outcome(one, space, few, sample)
 
 
 def _choices(
