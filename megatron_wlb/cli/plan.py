@@ -56,8 +56,8 @@ _EPILOG = f"""\
 how it searches:
   Every way to divide the devices over TP, CP, PP, VPP and DP, with each N and as little
   recomputation as fits, is checked against the model, Megatron's schedule and the memory limit.
-  What can run gets one simulated step of even micro-batches; the best --refine layouts, and half as
-  many for slices, many steps of your documents; and the best three of those every packing and
+  What can run gets one simulated step of even micro-batches; the best --refine layouts, and at most
+  as many for slices, many steps of your documents; and the best three of those every packing and
   S_max. Ranked by work (model FLOPs) a second among those within --max-delay; of equals that with
   less delay. The same command gives the same ranking.
 
@@ -103,7 +103,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     about = f"as for wlb simulate (default: {','.join(Space.packings)})"
     flag(group, "--packing a,b,…", about)
     settings(group, "wlb_cp_sharding", "wlb_expert_imbalance", "wlb_long_documents")
-    flag(group, "--refine N", "layouts to simulate, and half as many for slices", 8)
+    flag(group, "--refine N", "layouts to simulate, and at most as many for slices", 8)
     flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
     flag(group, "--fp32", "strategies of a run without --bf16: what fits memory is less")
     inputs.add_steps(group)

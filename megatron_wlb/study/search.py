@@ -75,7 +75,9 @@ MOST_UNLIKE_CHUNKS = 4
 """The most VPP that is tried where layers do not divide over the pipeline ranks."""
 SLICED_STEPS = 2
 """Steps of documents that are simulated of slices before they are refined. No document waits, so
-that the first are like all: MFUs of both differed by 2 % at most."""
+that the first are like all: MFUs of both differed by 2 % at most with a model's real sizes."""
+NEAR_BEST = 0.95
+"""The share of the best's MFU in these steps from which slices are refined."""
 NEARLY = 1.05
 """Share of the memory limit up to which slices that do not fit with single units recomputed may fit
 with full recomputation: their cuts differ a little."""
@@ -131,8 +133,8 @@ def search(
     Args:
         space: what is searched.
         steps: what is simulated of each, and the documents, which are a :class:`.LengthSource`.
-        num_refined: of the coarse pass's best layouts, how many are simulated with documents, and
-            half as many for slices: the best of twice as many by their first steps.
+        num_refined: of the coarse pass's best layouts, how many are simulated with documents; at
+            most as many for slices, of which twice as many are compared by their first steps.
         num_tuned: of these, how many are with every packing and S_max.
         max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
         workers: processes that simulate, as :class:`.Workers` starts them.
@@ -165,11 +167,8 @@ def search(
         comparing = sorted([*sliced, *unlike], key=coarse_order)[: 2 * num_refined]
         settings = [(one, _plain(space, one)) for one in comparing]
         compared = _choices(pool.map(_compared, settings, tell["compared"]))
-        half = -(-num_refined // 2)
-        refining = [*whole[:num_refined], *balanced[:half]]
-        if compared:
-            best = first_of_each(ranked(compared, max_delay), _any_stages)
-            refining += [choice.candidate for choice in best[:half]]
+        refining = [*whole[:num_refined], *balanced[: -(-num_refined // 2)]]
+        refining += _nearest(ranked(compared, max_delay))[:num_refined] if compared else ()
         settings = [(one, _plain(space, one)) for one in refining]
         refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
         settings = [
@@ -225,6 +224,13 @@ def _plain(space: Space, candidate: Candidate) -> PackingSettings:
     plain = [name for name in packings if SHAPED not in name]
     packing = (plain or packings)[-1]
     return _variant(packing, candidate, candidate.windows)
+
+
+def _nearest(compared: Sequence[Choice]) -> list[Candidate]:
+    """Those that may be the best, with the stages that are better for each; the best first."""
+    least_mfu = NEAR_BEST * compared[0].outcome.mfu
+    found = first_of_each(compared, _any_stages)
+    return [choice.candidate for choice in found if choice.outcome.mfu >= least_mfu]
 
 
 def _to_tune(

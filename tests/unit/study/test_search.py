@@ -15,7 +15,7 @@ from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.trial import Steps, trial
-from megatron_wlb.study.search import PASSES, Search, Space, by_reason, search
+from megatron_wlb.study.search import PASSES, Search, Space, _looked_at, by_reason, search
 
 WINDOW = 16384
 SHAPE = ModelShape(
@@ -266,13 +266,16 @@ def test_slices_are_looked_at_only_where_they_could_be_among_the_best() -> None:
     few, every = (find(where, num_refined=num, num_tuned=0, steps=1) for num in (2, 40))
     assert 2 <= len(few.candidates) < len(every.candidates)
     assert few.candidates[:2] == every.candidates[:2]
+    steps = Steps(REFERENCE, num=1, seeds=(1,))
+    for one in every.candidates:
+        assert one.mfu < _looked_at(one.scenario.parallelism, where, steps, [])[0]
 
 
 def test_other_packings_stand_beside_slices_that_are_the_best() -> None:
     small, packings = replace(H100, memory_gib=8), ("original", "hold", "slim")
     layouts = {"vpp_size": 1, "pp_size": 2}
     where = space(memory_gib=None, hardware=small, packings=packings, fixed=layouts)
-    found = find(where, num_refined=2, steps=2)
+    found = find(where, num_refined=3, steps=2)  # all that slices fit in
     assert found.best.outcome.title == "slim"
     assert {choice.outcome.title for choice in found.packings} == {"original", "hold"}
     places = [choice.candidate.layout for choice in found.layouts]
