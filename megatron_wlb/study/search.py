@@ -157,14 +157,14 @@ def search(
         rejected = [*no_whole, *no_sliced]
         if not whole and not sliced:
             raise ConfigError(_nothing(space, rejected))
-        balanced, _ = _apart(
-            better for one in whole[:num_refined] if (better := _balanced(space, one, sample))
-        )
-        evened = [*pool.map(_evened, sliced[:num_refined], tell["stages"])]
+        best = [*whole[:num_refined], *sliced[:num_refined]]
+        evened = [*pool.map(_evened, best, tell["stages"])]
         beside = chain.from_iterable(found for _, found in evened)
-        candidates, _ = _apart(dict.fromkeys([*whole, *balanced, *sliced, *beside]))
-        unlike = [found[0] for _, found in evened if found]
-        comparing = sorted([*sliced, *unlike], key=coarse_order)[: 2 * num_refined]
+        candidates, _ = _apart(dict.fromkeys([*whole, *sliced, *beside]))
+        unlike, _ = _apart(found[0] for _, found in evened if found)
+        balanced = [one for one in unlike if not one.slices]
+        every = [*sliced, *(one for one in unlike if one.slices)]
+        comparing = sorted(every, key=coarse_order)[: 2 * num_refined]
         settings = [(one, _plain(space, one)) for one in comparing]
         compared = _choices(pool.map(_compared, settings, tell["compared"]))
         refining = [*whole[:num_refined], *balanced[: -(-num_refined // 2)]]
@@ -522,35 +522,22 @@ def _unlike(candidate: Candidate, sample: Sequence[int]) -> Parallelism | None:
     return replace(p, stage_layers=stages) if len(set(stages)) > 1 else None
 
 
-def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:
-    """The candidate with stages balanced by time, where the coarse pass gains by that."""
-    if (layout := _unlike(candidate, sample)) is None:
-        return None
-    unlike = candidate.scenario.executed(parallelism=layout)
-    mfu = _coarse_mfu(space, unlike, sample)
-    if mfu < LEAST_GAIN * candidate.mfu:
-        return None
-    try:
-        max_tokens = unlike.max_tokens()
-    except ConfigError:
-        return None
-    return Candidate(unlike, max_tokens, mfu) if max_tokens >= unlike.window else None
-
-
 def _evened(
     candidate: Candidate, space: Space, steps: Steps, sample: Sequence[int]
 ) -> list[Candidate]:
-    """Slices with stages balanced by time, where the coarse pass gains by that, and behind them
-    what keeps documents whole there.
+    """The candidate with stages balanced by time, where the coarse pass gains by that; behind
+    slices, also what keeps documents whole there.
     """
     if (layout := _unlike(candidate, sample)) is None:
         return []
-    one = replace(space, num_micro_batches=(candidate.scenario.num_micro_batches,))
-    sliced, _ = _apart(_sliced((inf, layout), one, steps, sample))
-    if not sliced or sliced[0].mfu < LEAST_GAIN * candidate.mfu:
-        return []
+    run, slices = candidate.scenario, candidate.slices
+    recomputes = space.recomputes if slices else (run.recompute,)
+    one = replace(space, num_micro_batches=(run.num_micro_batches,), recomputes=recomputes)
     whole, _ = _apart(_whole(one, [*_tried(one, layout, sample)], sample))
-    return [*sliced, *whole]
+    found = _apart(_sliced((inf, layout), one, steps, sample))[0] if slices else whole
+    if not found or found[0].mfu < LEAST_GAIN * candidate.mfu:
+        return []
+    return [found[0], *whole] if slices else found
 
 
 def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
