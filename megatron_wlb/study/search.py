@@ -161,10 +161,8 @@ def search(
         evened = [*pool.map(_evened, best, tell["stages"])]
         beside = chain.from_iterable(found for _, found in evened)
         candidates, _ = _apart(dict.fromkeys([*whole, *sliced, *beside]))
-        unlike, _ = _apart(found[0] for _, found in evened if found)
-        balanced = [one for one in unlike if not one.slices]
-        every = [*sliced, *(one for one in unlike if one.slices)]
-        comparing = sorted(every, key=coarse_order)[: 2 * num_refined]
+        balanced, _ = _apart(found[0] for one, found in evened if found and not one.slices)
+        comparing = [one for one in candidates if one.slices][: 2 * num_refined]
         settings = [(one, _plain(space, one)) for one in comparing]
         compared = _choices(pool.map(_compared, settings, tell["compared"]))
         refining = [*whole[:num_refined], *balanced[: -(-num_refined // 2)]]

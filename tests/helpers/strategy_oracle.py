@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import random
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ from helpers.layouts import MODELS
 from helpers.oracle import OracleRun, State, run_oracle
 from helpers.strategy_ranks import StrategyRecord, strategies_file, with_strategies
 from helpers.workload import Workload, make_workload
-from megatron_wlb.plan import Document
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
@@ -52,26 +51,20 @@ FLAGS = (
     "--make-vocab-size-divisible-by 32 --global-batch-size 4 --train-iters 14 "
     "--lr 0.01 --min-lr 0.001 --adam-eps 1e-5 --weight-decay 0.1 --clip-grad 0.5"
 )
+NUM_ORDERS = 4
 LOSS_RTOL = 1e-6
 """For fp32 sums of some hundred token losses, and a norm that Megatron sums in fp32, by which
 gradients are clipped: 4.2e-7 was seen, 1.6e-7 of the fp32 oracle, whose norm is summed in fp64."""
 ATOL, OF_ONE_PROCESS = 5e-6, 2.0
 """Gradients and final weights differ from those of an oracle in fp64 by no more than this share of
 an array's largest entry, and of the model's; or by so many times what one process in fp32 does,
-with documents in the worst of the :data:`ORDERS`.
+with a step's documents in the worst of :data:`NUM_ORDERS` orders.
 
 That is more after the first step, as weights differ by roundings, which normalised queries and keys
 amplify: of the llama-like model up to 9.7e-5 of an array and 1.2e-5 of the model for one process,
 8.3e-5 and 1.0e-5 for strategies. How much depends on the processor and, by a factor of two, on the
 order of sums: at any step 1.7 times as much as for the worst of four orders was seen.
 """
-ORDERS: tuple[Callable[[tuple[Document, ...]], Sequence[Document]], ...] = (
-    lambda documents: documents,
-    lambda documents: documents[::-1],
-    lambda documents: sorted(documents, key=lambda one: one.length),
-    lambda documents: sorted(documents, key=lambda one: -one.length),
-)
-"""Orders that one process runs a step's documents in."""
 
 
 def config_of(model: str, folder: Path, strategies: tuple[str, ...] = STRATEGIES) -> Config:
@@ -101,13 +94,14 @@ def worst(expected: State, found: State, least_share: float = 1e-2) -> float:
 
 
 def oracles(config: Config, workload: Workload) -> list[OracleRun]:
-    """One process in fp64, and in fp32 with documents in each of the orders."""
+    """One process in fp64, and in fp32 with documents in several orders."""
     from megatron.core import parallel_state
 
     runs = [run_oracle(config, workload, None, "float64")]
-    for order in ORDERS:
+    for seed in range(NUM_ORDERS):
         parallel_state.destroy_model_parallel()
-        steps = tuple(tuple(order(documents)) for documents in workload.steps)
+        draw = random.Random(seed).sample
+        steps = tuple(tuple(draw(documents, len(documents))) for documents in workload.steps)
         runs.append(run_oracle(config, dataclasses.replace(workload, steps=steps)))
     return runs
 
