@@ -8,8 +8,8 @@ Three passes, each over fewer candidates and each more exact::
 
 Slices need less memory than whole windows, so other layouts are best for them. They have a coarse
 pass of their own, of few steps of real documents, also in layouts where no window fits. It tries
-fewer numbers of units than training does, and may be wrong by a quarter: so the same steps, planned
-as in training, say which of the best are refined.
+fewer numbers of units than training does, and may be wrong by a half: so the best are compared by
+more steps, planned as in training, before some are refined.
 
 Stages have as many layers each. Where that cannot be, they are balanced by time; and the best
 layouts are also tried so, where the coarse pass gains by it.
@@ -74,10 +74,10 @@ SAMPLE_WINDOWS = 64
 MOST_UNLIKE_CHUNKS = 4
 """The most VPP that is tried where layers do not divide over the pipeline ranks."""
 SLICED_STEPS = 2
-"""Steps of documents that are simulated of slices before they are refined. No document waits, so
-that the first are like all: MFUs of both differed by 2 % at most with a model's real sizes."""
-NEAR_BEST = 0.95
-"""The share of the best's MFU in these steps from which slices are refined."""
+"""Steps of documents that the coarse pass of slices simulates."""
+FEW_WARM_UP, FEW_STEPS, NEAR_BEST = 4, 8, 0.95
+"""Steps by which slices are compared before some are refined, and the share of the best's MFU from
+which these are. MFUs of so few steps differed from those of all by 5 % at most."""
 NEARLY = 1.05
 """Share of the memory limit up to which slices that do not fit with single units recomputed may fit
 with full recomputation: their cuts differ a little."""
@@ -134,7 +134,7 @@ def search(
         space: what is searched.
         steps: what is simulated of each, and the documents, which are a :class:`.LengthSource`.
         num_refined: of the coarse pass's best layouts, how many are simulated with documents; at
-            most as many for slices, of which twice as many are compared by their first steps.
+            most as many for slices, of which half as many more are compared by fewer steps.
         num_tuned: of these, how many are with every packing and S_max.
         max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
         workers: processes that simulate, as :class:`.Workers` starts them.
@@ -162,10 +162,11 @@ def search(
         beside = chain.from_iterable(found for _, found in evened)
         candidates, _ = _apart(dict.fromkeys([*whole, *sliced, *beside]))
         balanced, _ = _apart(found[0] for one, found in evened if found and not one.slices)
-        comparing = [one for one in candidates if one.slices][: 2 * num_refined]
+        half = -(-num_refined // 2)
+        comparing = [one for one in candidates if one.slices][: num_refined + half]
         settings = [(one, _plain(space, one)) for one in comparing]
         compared = _choices(pool.map(_compared, settings, tell["compared"]))
-        refining = [*whole[:num_refined], *balanced[: -(-num_refined // 2)]]
+        refining = [*whole[:num_refined], *balanced[:half]]
         refining += _nearest(ranked(compared, max_delay))[:num_refined] if compared else ()
         settings = [(one, _plain(space, one)) for one in refining]
         refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
@@ -205,9 +206,9 @@ def _outcome(
 def _compared(
     one: tuple[Candidate, PackingSettings], space: Space, steps: Steps, sample: Sequence[int]
 ) -> Outcome:
-    """As :func:`_outcome`, of the first steps."""
-    few = replace(steps, warm_up=0, num=min(SLICED_STEPS, steps.num))
-    return _outcome(one, space, few, sample)
+    """As :func:`_outcome`, of few steps."""
+    warm_up, num = min(FEW_WARM_UP, steps.warm_up), min(FEW_STEPS, steps.num)
+    return _outcome(one, space, replace(steps, warm_up=warm_up, num=num), sample)
 
 
 def _choices(
