@@ -226,7 +226,7 @@ def _plain(space: Space, candidate: Candidate) -> PackingSettings:
 
 
 def _nearest(compared: Sequence[Choice]) -> list[Candidate]:
-    """Those that may be the best, with the stages that are better for each; the best first."""
+    """Layouts that may be the best, each with the stages that are better; the best first."""
     least_mfu = NEAR_BEST * compared[0].outcome.mfu
     found = first_of_each(compared, _any_stages)
     return [choice.candidate for choice in found if choice.outcome.mfu >= least_mfu]
