@@ -487,14 +487,14 @@ def _most_mfu(space: Space, tried: Sequence[Run | Rejected], steps: Steps) -> fl
     for run in tried:
         if isinstance(run, Rejected) or run.recompute != space.recomputes[0]:
             continue  # More recomputation only takes time.
-        p, costs = run.parallelism, run.costs
+        p = run.parallelism
         for packing in _of_layout(space, p, slices=True):
             setting = PackingSettings.parse(packing, space.window, space.window)
             stream = steps.workloads(run)[0].stream(setting, SLICED_STEPS + 1)  # as a planner has
             drawn = [[d.length for d in stream.next_step()] for _ in range(SLICED_STEPS)]
-            stages_us = costs.stages.times_us(drawn).sum(axis=(0, 2))
+            stages_us = run.costs.stages.times_us(drawn).sum(axis=(0, 2))
             ranks_us = stages_us.reshape(p.vpp_size, p.pp_size).sum(axis=0) / p.dp_size
-            once_us = costs.fixed_us + max(costs.update_us, default=0.0)
+            once_us = run.costs.fixed_us + max(run.costs.update_us, default=0.0)
             flops = sum(map(run.flops, drawn))
             peak = run.num_devices * run.hardware.peak_tflops * 1e6
             most = max(most, flops / ((ranks_us.max() + SLICED_STEPS * once_us) * peak))
@@ -529,14 +529,14 @@ def _evened(
     """
     if (layout := _unlike(candidate, sample)) is None:
         return []
-    run, slices = candidate.scenario, candidate.slices
-    recomputes = space.recomputes if slices else (run.recompute,)
-    one = replace(space, num_micro_batches=(run.num_micro_batches,), recomputes=recomputes)
-    whole, _ = _apart(_whole(one, [*_tried(one, layout, sample)], sample))
-    found = _apart(_sliced((inf, layout), one, steps, sample))[0] if slices else whole
+    number, slices = candidate.scenario.num_micro_batches, candidate.slices
+    recomputes = space.recomputes if slices else (candidate.scenario.recompute,)
+    one = replace(space, num_micro_batches=(number,), recomputes=recomputes)
+    whole = _whole(one, [*_tried(one, layout, sample)], sample)
+    found, _ = _apart(_sliced((inf, layout), one, steps, sample) if slices else whole)
     if not found or found[0].mfu < LEAST_GAIN * candidate.mfu:
         return []
-    return [found[0], *whole] if slices else found
+    return [found[0], *_apart(whole)[0]]  # of whole documents nothing is left
 
 
 def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
