@@ -22,7 +22,7 @@ are those of one device, a token of the micro-batch (padded, over CP).
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 from megatron_wlb.cost.blocks import Blocks
 from megatron_wlb.cost.layers import Layer, Runs, slices
@@ -47,10 +47,9 @@ class ActivationModel(Blocks):
         grouped = [(own, again, False) for (_, again), own in zip(groups, cut, strict=True)]
         if grouped and not last:  # what leaves the chunk is sent and freed
             grouped[-1] = (*grouped[-1][:2], True)
-        group = cache(self._group)  # most are alike
         runs = [(1, self._shared(self._embedding() if first else self._received()))]
         for num, pattern in in_runs(grouped):
-            runs.append((num, tuple(o for one in pattern for o in group(*one))))
+            runs.append((num, tuple(o for one in pattern for o in _group(self, *one))))
         end = []
         rotary = self.shape.kv_channels * self.shape.rotary_percent
         if self.recompute.granularity == "full" and rotary:
@@ -62,14 +61,6 @@ class ActivationModel(Blocks):
     def _shared(self, *operations: Operation) -> tuple[Operation, ...]:
         """Operations on the tokens of a context-parallel rank."""
         return scaled(operations, 1 / self.parallelism.cp_size)
-
-    def _group(self, layers: Runs, recomputed: bool, leaves: bool) -> tuple[Operation, ...]:
-        """Layers that are recomputed together, or none; their output is kept unless it leaves."""
-        if not recomputed:
-            return self._shared(*self._layers(layers, keep_output=not leaves))
-        inner = self._layers(layers, keep_output=False)
-        kept, again = (0.0, self.hidden) if leaves else (self.hidden, 0.0)
-        return self._shared(_recomputed(inner, kept, again))  # in backward its output exists again
 
     def _embedding(self) -> Operation:
         shape = self.shape
@@ -181,6 +172,18 @@ class ActivationModel(Blocks):
                 stays=2 * INT64,
             ),
         ]
+
+
+@lru_cache(maxsize=1024)  # most are alike, in other layouts too
+def _group(
+    model: ActivationModel, layers: Runs, recomputed: bool, leaves: bool
+) -> tuple[Operation, ...]:
+    """Layers that are recomputed together, or none; their output is kept unless it leaves."""
+    if not recomputed:
+        return model._shared(*model._layers(layers, keep_output=not leaves))
+    inner = model._layers(layers, keep_output=False)
+    kept, again = (0.0, model.hidden) if leaves else (model.hidden, 0.0)
+    return model._shared(_recomputed(inner, kept, again))  # in backward its output exists again
 
 
 def _recomputed(inner: tuple[Operation, ...], kept: float, again: float) -> Operation:

@@ -62,14 +62,17 @@ class Program:
             model.sent_ahead_bytes(rank, own, units) for rank, own in enumerate(self._columns)
         ]
         self._bytes = bytes_of or partial(UnitBytes(model, [units]), 0)
+        self._tables: dict[tuple[int, int], Floats] = {}
         self._windows: dict[tuple[int, bytes], Floats] = {}
         """What both windows of a rank hold, by what is hosted."""
 
     def peaks(self, rank: int, again: Integers) -> Floats:
         """The most alive while each of a rank's actions runs, if that is recomputed of units."""
-        tapes = self._model.tapes[rank]
-        alike = [(what, np.flatnonzero(again == what)) for what in {*again.tolist()}]
-        known = {(k, id(t)): self._rows(k, t, alike) for k in "FB" for t in tapes}
+        columns = self._columns[rank]
+        of_actions, rows = again[columns[2]], np.empty((len(columns[2]), 3))
+        for what in {*again.tolist()}:
+            at = np.flatnonzero(of_actions == what)
+            rows[at] = self._table(rank, what)[tuple(column[at] for column in columns)]
         beside, hosted = self._in_transit[rank], again == HOST
         if hosted.any():
             if (name := (rank, hosted.tobytes())) not in self._windows:
@@ -77,19 +80,22 @@ class Program:
                 actions = sliced(*self._layout)[rank]
                 self._windows[name] = self._model.windows_hold(rank, actions, *given)
             beside = beside + self._windows[name]
-        return around(self._model.rows(rank, known)[self._columns[rank]], beside)[0]
+        return around(rows, beside)[0]
 
-    def _rows(self, kind: str, tape: Tape, alike: Sequence[tuple[int, Integers]]) -> Floats:
-        """Bytes of the units, if that is recomputed of those ``alike``."""
-        rows = np.empty((len(self._units.num_tokens), 3))
-        for what, at in alike:
-            rows[at] = self._bytes(kind, tape, what)[at]
-        return rows
+    def _table(self, rank: int, what: int) -> Floats:
+        """Bytes of a rank's passes, chunks and units, if that is recomputed of each: ``[2, chunks,
+        units, 3]``.
+        """
+        if (name := (rank, what)) not in self._tables:
+            tapes = self._model.tapes[rank]
+            known = {(k, id(t)): self._bytes(k, t, what) for k in "FB" for t in tapes}
+            self._tables[name] = self._model.rows(rank, known)
+        return self._tables[name]
 
     def saved(self, rank: int) -> Floats:
         """Bytes that units do not keep, by what is recomputed, ``[kinds, units, chunks]``."""
-        tapes, given = self._model.tapes[rank], [k if k in self.kinds else 0 for k in Recomputed]
-        kept: Floats = np.array([[self._bytes("F", t, k)[:, 2] for t in tapes] for k in given])
+        given = [k if k in self.kinds else 0 for k in Recomputed]
+        kept: Floats = np.array([self._table(rank, k)[0, :, :, 2] for k in given])
         return np.maximum(kept[:1] - kept, 0.0).swapaxes(1, 2)
 
     def passes(self, rank: int) -> tuple[Integers, Integers]:

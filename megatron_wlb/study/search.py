@@ -32,7 +32,6 @@ from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.shape import padded_vocabulary
-from megatron_wlb.cost.slices import LAYERS, NOTHING, Slice, Unit, UnitTable
 from megatron_wlb.data.length_source import LengthSource, sample_steps
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan.sharding.select import Mode
@@ -40,7 +39,6 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_with
 from megatron_wlb.planning.run import Devices, Run, title
 from megatron_wlb.planning.slicing.cut import Slicer
-from megatron_wlb.planning.slicing.room import MemoryLimit
 from megatron_wlb.reading import real_number
 from megatron_wlb.settings.config import DEFAULT_MACHINE
 from megatron_wlb.simulator.baseline import FULL, baseline
@@ -69,8 +67,12 @@ MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 """S_max in windows that are tried on the best layouts, besides the most that fits."""
 MOST_CHUNKS = 8
 """The most VPP that is tried."""
+APART = 1.15
+"""How much more the most of them is at least than another."""
 SAMPLE_WINDOWS = 64
 """Windows of documents of which the coarse pass takes the average micro-batch."""
+FEW_CHUNKS = 2
+"""VPP up to which layouts for slices are all tried: more change their MFU by a few percent."""
 MOST_UNLIKE_CHUNKS = 4
 """The most VPP that is tried where layers do not divide over the pipeline ranks."""
 SLICED_STEPS = 2
@@ -166,17 +168,17 @@ def search(
         comparing = [one for one in candidates if one.slices][: num_refined + half]
         settings = [(one, _plain(space, one)) for one in comparing]
         compared = _choices(pool.map(_compared, settings, tell["compared"]))
-        refining = [*whole[:num_refined], *balanced[:half]]
-        refining += _nearest(ranked(compared, max_delay))[:num_refined] if compared else ()
+        near = _nearest(ranked(compared, max_delay)) if compared else []  # which take longest
+        refining = [*near[:num_refined], *whole[:num_refined], *balanced[:half]]
         settings = [(one, _plain(space, one)) for one in refining]
         refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
         settings = [
-            (one, setting)
-            for one in _to_tune(refined, candidates, num_tuned)
-            for setting in _untried(space, one, refined)
+            (tuned[0], setting)
+            for tuned in _to_tune(refined, candidates, num_tuned)
+            for setting in _untried(space, tuned, refined)
         ]
-        tuned = _choices(pool.map(_outcome, settings, tell["tuned"]))
-    found = ranked([*refined, *tuned], max_delay)
+        also = _choices(pool.map(_outcome, settings, tell["tuned"]))
+    found = ranked([*refined, *also], max_delay)
     if not found[0].fits:
         raise ConfigError(_none_fits(space, found))
     run = found[0].candidate.scenario
@@ -234,25 +236,27 @@ def _nearest(compared: Sequence[Choice]) -> list[Candidate]:
 
 def _to_tune(
     refined: Sequence[Choice], candidates: Sequence[Candidate], num: int
-) -> list[Candidate]:
-    """The best layouts that keep documents whole, and the best one for slices where they fit."""
+) -> Iterator[tuple[Candidate, bool]]:
+    """The best layouts that keep documents whole, each with every S_max. Where the best runs slices
+    also its own, with one S_max: for comparison.
+    """
     whole = [choice for choice in refined if not choice.candidate.slices]
     found = [choice.candidate for choice in first_of_each(whole, _any_stages)[:num]]
+    yield from ((one, True) for one in found)
     best = refined[0].candidate
-    beside = (one for one in candidates if one.place == best.place and not one.slices)
-    if best.slices and (fastest := next(beside, None)):
-        found.append(fastest)
-    return [*dict.fromkeys(found)]
+    beside = [one for one in candidates if one.place == best.place and not one.slices][:1]
+    if best.slices and beside and beside[0] not in found:
+        yield beside[0], False
 
 
 def _untried(
-    space: Space, candidate: Candidate, refined: Sequence[Choice]
+    space: Space, tuned: tuple[Candidate, bool], refined: Sequence[Choice]
 ) -> Iterator[PackingSettings]:
     """Every packing and S_max for a candidate, but for those that were refined, or the same with a
     few tokens of S_max more or less.
     """
-    known = [choice.outcome.setting for choice in refined if choice.candidate == candidate]
-    for variant in _variants(space, candidate):
+    known = [choice.outcome.setting for choice in refined if choice.candidate == tuned[0]]
+    for variant in _variants(space, *tuned):
         if not any(
             replace(variant, max_tokens=setting.max_tokens) == setting
             and abs(variant.max_tokens / setting.max_tokens - 1) < 0.05
@@ -268,15 +272,17 @@ def _any_stages(choice: Choice) -> Hashable:
     return layout, run.num_micro_batches, run.recompute
 
 
-def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
-    """Every packing; those that S_max matters to, with each that fits."""
-    fits = candidate.max_tokens / candidate.scenario.window
-    windows = [w for w in MAX_WINDOWS if w <= fits]
-    if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
-        windows.append(fits)
+def _variants(space: Space, candidate: Candidate, tuned: bool) -> list[PackingSettings]:
+    """Every packing. Those that S_max matters to are ``tuned`` with each that fits, but not the
+    plain form of one that is shaped: with the same S_max it is hardly ever faster.
+    """
+    most = min(candidate.max_tokens / candidate.scenario.window, MAX_WINDOWS[-1])
+    windows = [*(w for w in MAX_WINDOWS if w <= most / APART), most]
+    packings = _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices)
     variants = []
-    for packing in _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices):
-        for number in [candidate.windows] if kind_in(packing).windows else windows:
+    for packing in packings:
+        once = not tuned or kind_in(packing).windows or packing + SHAPED in packings
+        for number in [candidate.windows] if once else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
 
@@ -399,18 +405,23 @@ def _in_slices(
     pool: Workers,
     told: Callable[[int, int], object],
 ) -> Iterator[Candidate | Rejected]:
-    """What runs in slices. Once there are ``num``, layouts that cannot reach them are left out;
-    ``reach`` has those with the highest MFU first.
+    """What runs in slices. Once there are ``num``, layouts that cannot reach them are left out, and
+    more virtual stages where few are far from it. ``reach`` has those with the highest MFU first.
     """
     fastest: list[float] = []
+    with_few: dict[Parallelism, float] = {}
 
     def wanted(one: tuple[float, Parallelism]) -> bool:
-        return len(fastest) < num or one[0] >= fastest[-1]
+        few_mfu = with_few.get(replace(one[1], vpp_size=1), inf)
+        return len(fastest) < num or min(one[0], few_mfu / NEAR_BEST) >= fastest[-1]
 
-    for _, found in pool.map(_sliced, reach, told, wanted):
+    in_order = sorted(reach, key=lambda one: one[1].vpp_size > FEW_CHUNKS)
+    for (_, layout), found in pool.map(_sliced, in_order, told, wanted):
         for one in found:
             if isinstance(one, Candidate):
                 fastest[:] = sorted([*fastest, one.mfu], reverse=True)[:num]
+                few = replace(layout, vpp_size=1)
+                with_few[few] = max(one.mfu, with_few.get(few, 0.0))
             yield one
 
 
@@ -435,7 +446,7 @@ def _sliced(
             memory = run.memory_limit._replace(exact=False)
             try:
                 run.memory.check_state(run.limit_gib * GIB)  # before all that takes time
-                check_document(memory, workload.longest(setting))
+                memory.check_document(workload.longest(setting))
                 workload, least_bytes = replace(workload, memory=memory), 0.0
                 planner = workload.planner(setting, SLICED_STEPS, costs=run.planning_costs(True))
                 assert isinstance(planner.slicing, Slicer)
@@ -460,23 +471,6 @@ def _sliced(
             found.append(Candidate(run, most, flops / (total_us * peak), slices=True))
             done.add(run.num_micro_batches)
     return found
-
-
-def check_document(memory: MemoryLimit, num_tokens: int) -> None:
-    """Raises :class:`ConfigError` where the activations of a document of so many tokens do not fit,
-    however it is cut: none of its slices runs backward before all have run forward.
-    """
-    model, limit_bytes = memory.model, memory.limit_bytes
-    again, divided = LAYERS if memory.recomputes else NOTHING, model.parallelism.cp_size > 1
-    whole = Slice(0, 0, num_tokens, num_tokens)
-    units = UnitTable.of([Unit(num_tokens, whole, recomputed=again, divided=divided)])
-    for rank in range(model.parallelism.pp_size):
-        held_bytes = model.alive_bytes(rank, model.kept_bytes(rank, units))
-        if held_bytes > limit_bytes and not memory.host_bytes:
-            raise ConfigError(
-                f"slices of a document of {num_tokens} tokens take {held_bytes / GIB:.2f} GiB at "
-                f"least, above the {limit_bytes / GIB:.2f} GiB that tensors may take"
-            )
 
 
 def _most_mfu(space: Space, tried: Sequence[Run | Rejected], steps: Steps) -> float:

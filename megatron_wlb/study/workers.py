@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -16,10 +17,16 @@ from megatron_wlb.children import ending_with_us
 T = TypeVar("T")
 R = TypeVar("R")
 
-ALONE_S = 3.0
+ALONE_S = 1.0
 """Seconds of work before others help: processes take one or two to start."""
 MOST = 16
 """The most processes where nobody says how many."""
+AHEAD = 16
+"""Items a process that are given out before the first of them is done: some take far longer than
+others."""
+BETWEEN_COLLECTIONS = 100_000
+"""Containers that are made before cycles are looked for: Python's few hundred take a sixth of the
+time of simulations, which make many and hardly a cycle."""
 
 
 def usual_number() -> int:
@@ -37,8 +44,14 @@ class Workers(AbstractContextManager["Workers"]):
     def __init__(self, number: int, *given: Any) -> None:
         self._number, self._given, self._began_s = number, given, time.monotonic()
         self._pool: ProcessPoolExecutor | None = None
+        self._threshold = gc.get_threshold()
+
+    def __enter__(self) -> Workers:
+        gc.set_threshold(BETWEEN_COLLECTIONS)
+        return self
 
     def __exit__(self, *_: object) -> None:
+        gc.set_threshold(*self._threshold)
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -59,7 +72,7 @@ class Workers(AbstractContextManager["Workers"]):
         for number, item in enumerate(items, start=1):
             ahead.append((item, self._submit(function, item) if wanted(item) else None))
             few = self._pool is not None and number < len(items)
-            while len(ahead) > (2 * self._number if few else 0):
+            while len(ahead) > (AHEAD * self._number if few else 0):
                 first, future = ahead.popleft()
                 if wanted(first):
                     yield first, future.result() if future else function(first, *self._given)
@@ -86,6 +99,7 @@ _given: tuple[Any, ...] = ()
 def _have(*given: Any) -> None:
     global _given
     _given = given
+    gc.set_threshold(BETWEEN_COLLECTIONS)
 
 
 def _call(function: Callable[..., R], item: Any) -> R:

@@ -267,18 +267,25 @@ class Graph:
         self, durations: Floats, gaps: Floats, copies: Copies | None
     ) -> tuple[Floats, Floats]:
         """Starts and stops of one alternative."""
-        starts, stops = [0.0], [0.0]
-        clock, copied = (CopyClock(copies), copies.steps) if copies else (None, {})
+        stops = [0.0]
         timed = zip(self._steps, gaps[1:].tolist(), durations[1:].tolist(), strict=True)
+        if not copies:
+            for (one, other), gap, duration in timed:
+                start_us, ready_us = stops[one], stops[other] + gap
+                stops.append((ready_us if ready_us > start_us else start_us) + duration)
+            stop = np.array(stops)
+            start = np.maximum(stop[self._first], stop[self._second] + gaps)
+            start[:1] = 0.0
+            return start, stop
+        starts, clock = [0.0], CopyClock(copies)
         for node, ((one, other), gap, duration) in enumerate(timed, 1):
-            start_us, ready_us = stops[one], stops[other] + gap
-            if ready_us > start_us:
-                start_us = ready_us
-            if clock and node in copied:
+            start_us = max(stops[one], stops[other] + gap)
+            copied = node in copies.steps
+            if copied:
                 start_us = clock.start_us(node, stops[one], start_us)
             starts.append(start_us)
             stops.append(start_us + duration)
-            if clock and node in copied:
+            if copied:
                 clock.stop(node, stops[-1])
         return np.array(starts), np.array(stops)
 

@@ -38,6 +38,7 @@ from megatron_wlb.cost.slices import (
     Unit,
     UnitTable,
 )
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import NO_SHARING, Sharing, Span, TreePart, Units
 from megatron_wlb.planning.planner import merged_multiple
 
@@ -147,6 +148,22 @@ class MemoryLimit(NamedTuple):
     def host_bytes(self) -> float:
         """The part of the host's memory in which activations of this device may wait."""
         return self.model.execution.host_gib * GIB
+
+    def check_document(self, num_tokens: int) -> None:
+        """Raises :class:`ConfigError` where the activations of a document of so many tokens do not
+        fit, however it is cut: none of its slices runs backward before all have run forward.
+        """
+        model, limit_bytes = self.model, self.limit_bytes
+        again, divided = LAYERS if self.recomputes else NOTHING, model.parallelism.cp_size > 1
+        whole = Slice(0, 0, num_tokens, num_tokens)
+        units = UnitTable.of([Unit(num_tokens, whole, recomputed=again, divided=divided)])
+        for rank in range(model.parallelism.pp_size):
+            held_bytes = model.alive_bytes(rank, model.kept_bytes(rank, units))
+            if held_bytes > limit_bytes and not self.host_bytes:
+                raise ConfigError(
+                    f"slices of a document of {num_tokens} tokens take {held_bytes / GIB:.2f} GiB "
+                    f"at least, above the {limit_bytes / GIB:.2f} GiB that tensors may take"
+                )
 
     def peak_bytes(self, units: Units) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""

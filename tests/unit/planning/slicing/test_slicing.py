@@ -36,7 +36,6 @@ from megatron_wlb.planning.slicing.pipeline import Pipeline
 from megatron_wlb.planning.slicing.room import MemoryLimit
 from megatron_wlb.planning.slicing.units import SLICE_MULTIPLE, TOLERANCE, Cuts
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.study.search import check_document
 
 COST = DocumentCost(1, 0.01, 2, 0.02)
 REFERENCE = LengthSource.of_distribution("reference")
@@ -372,7 +371,7 @@ def test_a_document_that_no_cut_makes_fit_is_refused_before_any_is_tried(
 
     def refuses(limit_bytes: float) -> bool:
         try:
-            check_document(memory._replace(limit_bytes=limit_bytes), REFERENCE_WINDOW)
+            memory._replace(limit_bytes=limit_bytes).check_document(REFERENCE_WINDOW)
         except ConfigError as error:
             assert f"slices of a document of {REFERENCE_WINDOW} tokens take" in str(error)
             return True
