@@ -176,8 +176,7 @@ class SliceTape:
         what goes to the host is in none but the peaks.
         """
         backward = kind == "B"
-        # What a rank has of the buffers of each unit's document.
-        share = np.where(units.divided, 1 / (self.cp_size * units.num_ranks), 1.0)
+        share = self._share(units)
         held = _buffers(backward, units.start, units.stop < units.length, units.length * share)
         keys, gradients = self._buffers
         before, after = held[0] * keys + held[1] * gradients, held[2] * keys + held[3] * gradients
@@ -198,9 +197,12 @@ class SliceTape:
 
     def kept_bytes(self, units: UnitTable) -> Floats:
         """What is kept behind forwards of units, with the buffers of their documents."""
-        share = np.where(units.divided, 1 / (self.cp_size * units.num_ranks), 1.0)
-        kept: Floats = self._kept(units) + units.length * share * self._buffers[0]
+        kept: Floats = self._kept(units) + units.length * self._share(units) * self._buffers[0]
         return kept
+
+    def _share(self, units: UnitTable) -> Floats:
+        """What a rank has of the buffers of each unit's document."""
+        return np.where(units.divided, 1 / (self.cp_size * units.num_ranks), 1.0)
 
     def _kept(self, units: UnitTable) -> Floats:
         """Bytes of activations from a forward to its backward."""

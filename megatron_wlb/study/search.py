@@ -412,8 +412,10 @@ def _in_slices(
     with_few: dict[Parallelism, float] = {}
 
     def wanted(one: tuple[float, Parallelism]) -> bool:
-        few_mfu = with_few.get(replace(one[1], vpp_size=1), inf)
-        return len(fastest) < num or min(one[0], few_mfu / NEAR_BEST) >= fastest[-1]
+        most_mfu, layout = one
+        if layout.vpp_size > FEW_CHUNKS:
+            most_mfu = min(most_mfu, with_few.get(replace(layout, vpp_size=1), inf) / NEAR_BEST)
+        return len(fastest) < num or most_mfu >= fastest[-1]
 
     in_order = sorted(reach, key=lambda one: one[1].vpp_size > FEW_CHUNKS)
     for (_, layout), found in pool.map(_sliced, in_order, told, wanted):

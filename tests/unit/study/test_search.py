@@ -275,6 +275,19 @@ def test_slices_are_looked_at_only_where_they_could_be_among_the_best() -> None:
         assert one.mfu < _looked_at(one.scenario.parallelism, where, steps, [])[0]
 
 
+def test_more_virtual_stages_are_looked_at_where_few_come_near() -> None:
+    slow = replace(H100, node_link_gb_s=20)
+    where, steps = space(packings=("slim",), hardware=slow), Steps(REFERENCE, num=1, seeds=(1,))
+    few, every = (find(where, num_refined=num, num_tuned=0, steps=1) for num in (2, 40))
+    assert few.candidates[:2] == every.candidates[:2]
+    could_reach = [
+        one.scenario.parallelism
+        for one in set(every.candidates).difference(few.candidates)
+        if _looked_at(one.scenario.parallelism, where, steps, [])[0] > few.candidates[1].mfu
+    ]
+    assert {p.vpp_size for p in could_reach} == {3, 6}
+
+
 def test_other_packings_stand_beside_slices_that_are_the_best() -> None:
     small, packings = replace(H100, memory_gib=8), ("original", "hold", "slim")
     layouts = {"vpp_size": 1, "pp_size": 2}
