@@ -114,7 +114,7 @@ class Search:
 
     @cached_property
     def packings(self) -> list[Choice]:
-        """The other packings on the best layout, each with its best S_max."""
+        """The other packings on the best layout, each with its best S_max of those tried."""
         here = filter(self.is_beside, self.ranked)
         return first_of_each(here, lambda choice: choice.outcome.title)[1:]
 
