@@ -172,13 +172,15 @@ def search(
         refining = [*near[:num_refined], *whole[:num_refined], *balanced[:half]]
         settings = [(one, _plain(space, one)) for one in refining]
         refined = ranked(_choices(pool.map(_outcome, settings, tell["refined"])), max_delay)
+        known = [(choice.candidate, choice.outcome.setting) for choice in refined]
         settings = [
-            (tuned[0], setting)
-            for tuned in _to_tune(refined, candidates, num_tuned)
-            for setting in _untried(space, tuned, refined)
+            (one, setting)
+            for one, wide in _to_tune(refined, candidates, num_tuned)
+            for setting in _variants(space, one, wide)
+            if (one, setting) not in known
         ]
-        also = _choices(pool.map(_outcome, settings, tell["tuned"]))
-    found = ranked([*refined, *also], max_delay)
+        tuned = _choices(pool.map(_outcome, settings, tell["tuned"]))
+    found = ranked([*refined, *tuned], max_delay)
     if not found[0].fits:
         raise ConfigError(_none_fits(space, found))
     run = found[0].candidate.scenario
@@ -249,22 +251,6 @@ def _to_tune(
         yield beside[0], False
 
 
-def _untried(
-    space: Space, tuned: tuple[Candidate, bool], refined: Sequence[Choice]
-) -> Iterator[PackingSettings]:
-    """Every packing and S_max for a candidate, but for those that were refined, or the same with a
-    few tokens of S_max more or less.
-    """
-    known = [choice.outcome.setting for choice in refined if choice.candidate == tuned[0]]
-    for variant in _variants(space, *tuned):
-        if not any(
-            replace(variant, max_tokens=setting.max_tokens) == setting
-            and abs(variant.max_tokens / setting.max_tokens - 1) < 0.05
-            for setting in known
-        ):
-            yield variant
-
-
 def _any_stages(choice: Choice) -> Hashable:
     """Its layout, whichever layers the stages have, N and recomputation."""
     run = choice.candidate.scenario
@@ -272,16 +258,16 @@ def _any_stages(choice: Choice) -> Hashable:
     return layout, run.num_micro_batches, run.recompute
 
 
-def _variants(space: Space, candidate: Candidate, tuned: bool) -> list[PackingSettings]:
-    """Every packing. Those that S_max matters to are ``tuned`` with each that fits, but not the
-    plain form of one that is shaped: with the same S_max it is hardly ever faster.
+def _variants(space: Space, candidate: Candidate, wide: bool) -> list[PackingSettings]:
+    """Every packing; if ``wide``, those that S_max matters to with each that fits. The plain form
+    of one that is shaped has one: with the same S_max it is hardly ever faster.
     """
     most = min(candidate.max_tokens / candidate.scenario.window, MAX_WINDOWS[-1])
     windows = [*(w for w in MAX_WINDOWS if w <= most / APART), most]
     packings = _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices)
     variants = []
     for packing in packings:
-        once = not tuned or kind_in(packing).windows or packing + SHAPED in packings
+        once = not wide or kind_in(packing).windows or packing + SHAPED in packings
         for number in [candidate.windows] if once else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))

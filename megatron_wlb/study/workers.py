@@ -67,6 +67,8 @@ class Workers(AbstractContextManager["Workers"]):
 
         ``function`` stands in a module. ``told`` is called with how many of how many are done.
         """
+        if items:
+            told(0, len(items))
         ahead: deque[tuple[T, Future[R] | None]] = deque()
         done = 0
         for number, item in enumerate(items, start=1):

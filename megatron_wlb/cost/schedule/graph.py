@@ -267,27 +267,21 @@ class Graph:
         self, durations: Floats, gaps: Floats, copies: Copies | None
     ) -> tuple[Floats, Floats]:
         """Starts and stops of one alternative."""
-        stops = [0.0]
+        stops, late = [0.0], {0: 0.0}  # when copies let a node start
+        clock, copied = (CopyClock(copies), copies.steps) if copies else (None, {})
         timed = zip(self._steps, gaps[1:].tolist(), durations[1:].tolist(), strict=True)
-        if not copies:
-            for (one, other), gap, duration in timed:
-                start_us, ready_us = stops[one], stops[other] + gap
-                stops.append((ready_us if ready_us > start_us else start_us) + duration)
-            stop = np.array(stops)
-            start = np.maximum(stop[self._first], stop[self._second] + gaps)
-            start[:1] = 0.0
-            return start, stop
-        starts, clock = [0.0], CopyClock(copies)
         for node, ((one, other), gap, duration) in enumerate(timed, 1):
-            start_us = max(stops[one], stops[other] + gap)
-            copied = node in copies.steps
-            if copied:
-                start_us = clock.start_us(node, stops[one], start_us)
-            starts.append(start_us)
+            start_us, ready_us = stops[one], stops[other] + gap
+            if ready_us > start_us:
+                start_us = ready_us
+            if clock and node in copied:
+                start_us = late[node] = clock.start_us(node, stops[one], start_us)
+                clock.stop(node, start_us + duration)
             stops.append(start_us + duration)
-            if copied:
-                clock.stop(node, stops[-1])
-        return np.array(starts), np.array(stops)
+        stop = np.array(stops)
+        start = np.maximum(stop[self._first], stop[self._second] + gaps)
+        start[[*late]] = [*late.values()]
+        return start, stop
 
     def _actions_of(self, stages: Sequence[bool]) -> Bools:
         """Which nodes are actions of these virtual stages."""
