@@ -263,12 +263,18 @@ def test_slices_are_searched_as_well_as_by_trying_all_that_training_takes() -> N
         assert planner.slicing.peak_bytes <= where.limit_gib(run.parallelism) * GIB  # type: ignore[union-attr]
 
 
-def test_slices_are_looked_at_only_where_they_could_be_among_the_best() -> None:
+@pytest.mark.parametrize(
+    ("changes", "left"), [({}, {3, 6}), ({"num_devices": 8, "fixed": {"pp_size": 2}}, set())]
+)
+def test_slices_are_looked_at_only_where_they_could_be_among_the_best(
+    changes: dict, left: set
+) -> None:
     """Which are the fastest does not change by what is left out: layouts that cannot reach these,
     and more virtual stages where few are far from them.
     """
     slow = replace(H100, node_link_gb_s=20)  # TP and CP cost much
-    where, steps = space(packings=("slim",), hardware=slow), Steps(REFERENCE, num=1, seeds=(1,))
+    where = space(packings=("slim",), hardware=slow, **changes)
+    steps = Steps(REFERENCE, num=1, seeds=(1,))
     few, every = (find(where, num_refined=num, num_tuned=0, steps=1) for num in (2, 40))
     assert 2 <= len(few.candidates) < len(every.candidates)
     assert few.candidates[:2] == every.candidates[:2]
@@ -278,7 +284,7 @@ def test_slices_are_looked_at_only_where_they_could_be_among_the_best() -> None:
         assert one.mfu < most_mfu
         if one not in few.candidates and most_mfu > few.candidates[1].mfu:
             could_reach.add(one.scenario.parallelism.vpp_size)
-    assert could_reach == {3, 6}
+    assert could_reach == left
 
 
 def test_other_packings_stand_beside_slices_that_are_the_best() -> None:

@@ -80,6 +80,8 @@ def test_alternatives_are_replayed_as_each_alone() -> None:
     alone = [graph.step_us(times[..., k], gaps[:, k], [own]) for k, own in enumerate(copies)]
     assert graph.step_us(times, gaps, copies).tolist() == alone
     assert graph.step_us(times, gaps).tolist() < alone
+    own = graph.replay(times[..., 0], gaps[:, 0], copies=copies[:1])
+    np.testing.assert_allclose(graph.by_action(own.stop_us - own.start_us), times[..., 0])
     # Met in each pass, none is faster than alone.
     met = graph.replay(times, gaps, together=3, stages=[True] * 4, copies=copies)
     assert (met.stop_us.max(axis=0) >= alone).all()
