@@ -83,9 +83,7 @@ class Program:
         return around(rows, beside)[0]
 
     def _table(self, rank: int, what: int) -> Floats:
-        """Bytes of a rank's passes, chunks and units, if that is recomputed of each: ``[2, chunks,
-        units, 3]``.
-        """
+        """Bytes of a rank's units, if that is recomputed of each: ``[2, chunks, units, 3]``."""
         if (name := (rank, what)) not in self._tables:
             tapes = self._model.tapes[rank]
             known = {(k, id(t)): self._bytes(k, t, what) for k in "FB" for t in tapes}

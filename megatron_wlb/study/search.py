@@ -392,15 +392,15 @@ def _in_slices(
     told: Callable[[int, int], object],
 ) -> Iterator[Candidate | Rejected]:
     """What runs in slices. Once there are ``num``, layouts that cannot reach them are left out, and
-    more virtual stages where few are far from it. ``reach`` has those with the highest MFU first.
+    more virtual stages where few are far from them. ``reach`` has those with the highest MFU first.
     """
     fastest: list[float] = []
-    with_few: dict[Parallelism, float] = {}
+    reached: dict[Parallelism, float] = {}  # by layout, whatever its VPP
 
     def wanted(one: tuple[float, Parallelism]) -> bool:
         most_mfu, layout = one
         if layout.vpp_size > FEW_CHUNKS:
-            most_mfu = min(most_mfu, with_few.get(replace(layout, vpp_size=1), inf) / NEAR_BEST)
+            most_mfu = min(most_mfu, reached.get(replace(layout, vpp_size=1), inf) / NEAR_BEST)
         return len(fastest) < num or most_mfu >= fastest[-1]
 
     in_order = sorted(reach, key=lambda one: one[1].vpp_size > FEW_CHUNKS)
@@ -408,8 +408,8 @@ def _in_slices(
         for one in found:
             if isinstance(one, Candidate):
                 fastest[:] = sorted([*fastest, one.mfu], reverse=True)[:num]
-                few = replace(layout, vpp_size=1)
-                with_few[few] = max(one.mfu, with_few.get(few, 0.0))
+                any_vpp = replace(layout, vpp_size=1)
+                reached[any_vpp] = max(one.mfu, reached.get(any_vpp, 0.0))
             yield one
 
 

@@ -213,14 +213,16 @@ def _lay(
 
 
 def columns_of(actions: Sequence[Action]) -> Columns:
-    """Whether each action is a backward, its chunk and its micro-batch; not to be changed."""
+    """Whether each action is a backward, its chunk and its micro-batch; read-only."""
     return _columns(tuple(actions))
 
 
 @lru_cache(maxsize=64)  # a rank's are asked for several times a step, and by whole documents again
 def _columns(actions: tuple[Action, ...]) -> Columns:
     table = [(action.kind == "B", action.chunk, action.micro_batch) for action in actions]
-    return tuple(np.array(table, dtype=np.int64).reshape(-1, 3).T)
+    columns = np.array(table, dtype=np.int64).reshape(-1, 3).T
+    columns.flags.writeable = False
+    return tuple(columns)
 
 
 def _order(ranks: Sequence[Columns]) -> Order:
