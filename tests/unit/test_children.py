@@ -19,8 +19,11 @@ from megatron_wlb.study import workers
 
 if __name__ == "__main__":
     workers.ALONE_S = 0.0
-    seconds = [0, 60, 60, 60, 60, 60]
-    list(workers.Workers(2).map(time.sleep, seconds, lambda *_: print("ready", flush=True)))
+    def told(done, _):
+        if done:  # a process has done an item: they have all started by then
+            print("ready", flush=True)
+
+    list(workers.Workers(2).map(time.sleep, [0, 60, 60, 60, 60, 60], told))
 """
 PROGRAM = """
 import multiprocessing, sys, time
