@@ -26,10 +26,13 @@ from megatron_wlb.runtime.compat.source import MegatronSource  # noqa: E402
 hooks.problems(MegatronSource.installed())  # Ranks keep the sources that are read here.
 
 # The training loop too, of the checkout where one is named: which Megatron a rank finds is for the
-# rank to say.
+# rank to say. Each rank would import all of transformers for a tokenizer.
 _places = [*filter(None, [os.environ.get("MEGATRON_LM_PATH")])]
 sys.path[:0] = _places
+import megatron.core.tokenizers.text  # noqa: E402
 import megatron.training.training  # noqa: E402, F401
+
+import megatron_wlb.runtime.megatron_lm.install  # noqa: E402, F401
 
 for _place in _places:
     sys.path.remove(_place)
