@@ -41,6 +41,15 @@ def test_file_says_where_each_figure_is_from(name: str) -> None:
             assert value["source"].startswith(kinds) or name == "cpu", figure
 
 
+def test_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+    for memory_gib in (70, 71, 70):
+        path = write(tmp_path, memory_gib={"value": memory_gib, "source": "assumed"})
+        assert load_hardware(path).memory_gib == memory_gib
+    (tmp_path / "mine.yaml").unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        load_hardware(path)
+
+
 def test_rates_are_shares_of_peaks() -> None:
     hardware = H100
     assert hardware.linear_tflops == pytest.approx(600, rel=0.005)
