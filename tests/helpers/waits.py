@@ -41,9 +41,9 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        to_host = any(str(given) == "cpu" for given in (*args[1:], kwargs.get("device")))
-        waits = func is torch.Tensor.to and to_host and not kwargs.get("non_blocking")
-        if waits or func in _READING:
+        moves = func is torch.Tensor.to and not kwargs.get("non_blocking")
+        to_host = moves and any(str(given) == "cpu" for given in (*args[1:], kwargs.get("device")))
+        if to_host or func in _READING:
             self.note(func.__name__)
         return func(*args, **kwargs)
 

@@ -13,6 +13,7 @@ import ast
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +77,7 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
     Raises :class:`CompatibilityError` for a version that is not in the table, or a name that is
     missing or takes other parameters.
     """
+    wrong = problems if source else _problems_of_installed
     source = source or MegatronSource.installed()
     version, found = source.version, known(source.version)
     if found is None:
@@ -98,7 +100,7 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
             version,
             ", ".join(v for v, known in VERSIONS.items() if known.tested),
         )
-    for target, problem in problems(source).items():
+    for target, problem in wrong(source).items():
         if problem is None:
             continue
         if not allow_untested or problem.startswith(("is missing", "asks for")):
@@ -119,6 +121,10 @@ def problems(source: MegatronSource) -> dict[str, str | None]:
         for target, expected in expected_of(source.version).items()
         if source.has_training or not target.startswith("megatron.training")
     }
+
+
+_problems_of_installed = cache(problems)
+"""What a process has imported stays as it is."""
 
 
 def expected_of(version: str) -> dict[str, str]:
