@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +77,7 @@ class Wlb:
 @pytest.fixture
 def wlb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Wlb:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_wlb.study.workers.ALONE_S", inf)  # other tests run beside
     return Wlb(capsys)
 
 
