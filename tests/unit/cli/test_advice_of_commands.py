@@ -59,7 +59,7 @@ def test_advised_flags_have_the_rules_that_were_packed_by(wlb) -> None:
         "pack",
         "tune",
         "simulate --model 7b --tp-size 8",
-        "plan --model 7b --num-devices 8 --num-micro-batches 8",
+        "plan --model 7b --num-devices 8 --num-micro-batches 8 --refine 2",
         "corpus stats",
     ],
 )
@@ -72,7 +72,7 @@ def test_one_document_is_answered_soon(command: str, wlb) -> None:
         few = "documents of 2 tokens, and there are 1; lower --window"
         assert few in wlb.refusal(*words, 131072, status=3)
         wlb(*words, 64)
-    # A few each, and a dozen of plan, whose trials share the documents.
+    # A few each, and eight of plan, whose trials share the documents.
     assert time.process_time() - start_s < 16 * slowness()
 
 
