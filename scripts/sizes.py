@@ -31,9 +31,9 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "slim_lines": Size("lines that a launch with slim imports, also in functions", 30_080, 30_000),
-    "core_lines": Size(f"lines of the package without {' and '.join(OUTSIDE)}", 47_250, 39_000),
-    "test_lines": Size("lines of tests", 49_372, 36_000),
+    "slim_lines": Size("lines that a launch with slim imports, also in functions", 30_100, 30_000),
+    "core_lines": Size(f"lines of the package without {' and '.join(OUTSIDE)}", 47_265, 39_000),
+    "test_lines": Size("lines of tests", 49_410, 36_000),
     "test_ratio": Size("lines of tests for each line of the package", 0.99, 0.9),
     "tested_modules": Size("modules of the package that tests name", 221, 110),
     "class_names": Size("class names that two modules have", 3, 4),
