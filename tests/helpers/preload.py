@@ -22,8 +22,9 @@ import megatron.core.parallel_state  # noqa: E402
 import megatron.core.pipeline_parallel.schedules  # noqa: E402
 
 from megatron_wlb.runtime.compat import hooks  # noqa: E402
+from megatron_wlb.runtime.compat.source import MegatronSource  # noqa: E402
 
-hooks.check()  # Ranks keep what is found here.
+hooks.problems_of_installed(MegatronSource.installed())  # Ranks keep what is found here.
 
 # The training loop too, of the checkout where one is named: which Megatron a rank finds is for the
 # rank to say. Each rank would import all of transformers for a tokenizer.

@@ -77,7 +77,7 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
     Raises :class:`CompatibilityError` for a version that is not in the table, or a name that is
     missing or takes other parameters.
     """
-    wrong = problems if source else _problems_of_installed
+    problems_of = problems if source else problems_of_installed
     source = source or MegatronSource.installed()
     version, found = source.version, known(source.version)
     if found is None:
@@ -100,7 +100,7 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
             version,
             ", ".join(v for v, known in VERSIONS.items() if known.tested),
         )
-    for target, problem in wrong(source).items():
+    for target, problem in problems_of(source).items():
         if problem is None:
             continue
         if not allow_untested or problem.startswith(("is missing", "asks for")):
@@ -123,7 +123,7 @@ def problems(source: MegatronSource) -> dict[str, str | None]:
     }
 
 
-_problems_of_installed = cache(problems)
+problems_of_installed = cache(problems)
 """What a process has imported stays as it is."""
 
 
